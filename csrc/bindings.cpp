@@ -1,0 +1,479 @@
+// Copyright (c) 2026 The pinstage authors.
+// SPDX-License-Identifier: Apache-2.0
+//
+// pinstage._core: the core as seen from Python. Policy, checks of what a user passes and documentation are in the Python
+// package; here are thin handles and the calls that run on every copy.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "simulated_driver.h"
+#include "stage.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace pinstage {
+
+void bind_simulated_driver(nb::module_& module);
+
+namespace {
+
+// Runs on a waiting thread that holds neither the GIL nor a lock.
+bool signal_raised() {
+  const nb::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+Wait wait_for(std::optional<double> timeout) { return {timeout.has_value() ? *timeout : -1, &signal_raised}; }
+
+void raise(const Error& error) {
+  const char* name = nullptr;
+  switch (error.kind()) {
+    case ErrorKind::kValue:
+      PyErr_SetString(PyExc_ValueError, error.what());
+      return;
+    case ErrorKind::kIndex:
+      PyErr_SetString(PyExc_IndexError, error.what());
+      return;
+    case ErrorKind::kPoolExhausted:
+      name = "PoolExhausted";
+      break;
+    case ErrorKind::kLeaseState:
+      name = "LeaseStateError";
+      break;
+    case ErrorKind::kCapture:
+      name = "CaptureError";
+      break;
+    case ErrorKind::kDriver:
+      name = "DriverError";
+      break;
+    case ErrorKind::kForked:
+      name = "ForkedError";
+      break;
+    case ErrorKind::kTimeout:
+      name = "WaitTimeout";
+      break;
+  }
+  const nb::object type = nb::module_::import_("pinstage.errors").attr(name);
+  const nb::object value = error.kind() == ErrorKind::kDriver ? type(error.what(), error.status()) : type(error.what());
+  PyErr_SetObject(type.ptr(), value.ptr());
+}
+
+Driver driver_from_addresses(const nb::dict& addresses) {
+  Driver driver;
+#define PINSTAGE_SET(field, cuda_name, version, required, parameters)                              \
+  if (addresses.contains(cuda_name)) {                                                              \
+    driver.field = reinterpret_cast<decltype(driver.field)>(nb::cast<std::uintptr_t>(addresses[cuda_name])); \
+  }                                                                                                 \
+  if (required && driver.field == nullptr) throw nb::value_error("the driver lacks " cuda_name);
+  PINSTAGE_DRIVER_TABLE(PINSTAGE_SET)
+#undef PINSTAGE_SET
+  driver.idle = &pause_then_sleep;
+  return driver;
+}
+
+nb::list driver_entries() {
+  nb::list entries;
+#define PINSTAGE_LIST(field, cuda_name, version, required, parameters) \
+  entries.append(nb::make_tuple(cuda_name, version, required));
+  PINSTAGE_DRIVER_TABLE(PINSTAGE_LIST)
+#undef PINSTAGE_LIST
+  return entries;
+}
+
+// The negative control of a race test: a query that always says done.
+Status lying_event_query(Event) { return status::kSuccess; }
+
+// --- devices and pools ---
+
+constexpr int kMaxCudaDevices = 64;
+constexpr int kMaxLeaseDims = 16;
+constexpr std::uint64_t kMaxLeaseBytes = std::uint64_t{1} << 46;
+
+// What copies without `pool=` find: by CUDA index here, by address for simulated devices (SimulatedDevice::owner).
+Device* cuda_devices[kMaxCudaDevices];
+
+struct PyDevice {
+  std::shared_ptr<Device> device;
+  nb::object simulated;                    // keeps the SimulatedDevice alive; None for CUDA
+  nb::object default_pool = nb::none();    // a StagingPool, over device->default_pool
+
+  PyDevice(std::shared_ptr<Device> core, nb::object source) : device(std::move(core)), simulated(std::move(source)) {}
+  PyDevice(const PyDevice&) = delete;
+  void shutdown() {
+    device->shutdown();
+    device->default_pool = nullptr;
+    default_pool = nb::none();
+  }
+  ~PyDevice() {
+    shutdown();
+    if (simulated.is_none()) {
+      cuda_devices[device->index()] = nullptr;
+    } else {
+      nb::cast<SimulatedDevice&>(simulated).set_owner(nullptr);
+    }
+  }
+};
+
+std::unique_ptr<PyDevice> cuda_device(const nb::dict& addresses, std::uintptr_t context, int index) {
+  if (index < 0 || index >= kMaxCudaDevices) throw nb::value_error("CUDA device index out of range");
+  auto device = std::make_shared<Device>(driver_from_addresses(addresses), reinterpret_cast<Context>(context),
+                                         DeviceKind::kCuda, index, &cuda_current_stream, nullptr);
+  cuda_devices[index] = device.get();
+  return std::make_unique<PyDevice>(std::move(device), nb::none());
+}
+
+std::unique_ptr<PyDevice> simulated_device(nb::object simulated) {
+  auto& source = nb::cast<SimulatedDevice&>(simulated);
+  const auto stream_of = [](void* self, int) { return static_cast<SimulatedDevice*>(self)->current_stream(); };
+  auto device = std::make_shared<Device>(source.driver(), source.context(), DeviceKind::kSimulated, source.index(),
+                                         stream_of, &source);
+  source.set_owner(device.get());
+  return std::make_unique<PyDevice>(std::move(device), std::move(simulated));
+}
+
+struct PyPool {
+  std::shared_ptr<Pool> pool;
+  ~PyPool() { pool->abandon(); }
+};
+
+void warn_of_waits(Pool& pool) {
+  if (!pool.take_wait_notice()) return;
+  const std::string message = "the staging pool of " + pool.device().name() +
+                              " is full and callers wait for copies to finish: its default max_bytes of " +
+                              std::to_string(pool.options().max_bytes) +
+                              " is too small for this program. Set PINSTAGE_MAX_BYTES or pass max_bytes";
+  if (PyErr_WarnEx(PyExc_RuntimeWarning, message.c_str(), 2) != 0) throw nb::python_error();
+}
+
+// The device that holds `view`, if pinstage has met it.
+Device* device_of(const TensorView& view) {
+  if (view.device.type == kDlCuda) return view.device.id < kMaxCudaDevices ? cuda_devices[view.device.id] : nullptr;
+  if (view.device.type != kDlCpu) return nullptr;
+  const SimulatedDevice* simulated = SimulatedDevice::find(view.data);
+  return simulated != nullptr ? static_cast<Device*>(simulated->owner()) : nullptr;
+}
+
+// The pool that a copy to `dst` uses: the one given, else the default pool of dst's device. Null: the general path finds
+// out what is wrong, or sets the default pool up.
+std::shared_ptr<Pool> pool_for(const TensorView& dst, nb::handle given) {
+  Device* const device = device_of(dst);
+  if (device == nullptr) return nullptr;
+  if (given.is_none()) return device->default_pool;
+  PyPool* pool = nullptr;
+  if (!nb::try_cast(given, pool) || pool == nullptr || &pool->pool->device() != device) return nullptr;
+  return pool->pool;
+}
+
+// Do the bytes between first and last element of the two meet?
+bool overlap(const TensorView& a, const TensorView& b) {
+  const auto end = [](const TensorView& view) {
+    std::int64_t last = 0;
+    for (int i = 0; i < view.ndim; ++i) last += (view.shape[i] - 1) * view.strides[i];
+    return view.data + (last + 1) * static_cast<std::int64_t>(view.itemsize());
+  };
+  return a.numel() > 0 && b.numel() > 0 && a.data < end(b) && b.data < end(a);
+}
+
+bool on_host(const TensorView& view) {
+  return view.device.type == kDlCpu && (SimulatedDevice::live() == 0 || SimulatedDevice::find(view.data) == nullptr);
+}
+
+// --- snapshots: true when done, false when the call is not one for the fast path (nothing happened then) ---
+
+bool try_copy(nb::handle dst, nb::handle src, nb::handle given_pool) {
+  TensorView d, s;
+  if (!view_tensor(dst.ptr(), &d) || !view_tensor(src.ptr(), &s)) return false;
+  if (!(d.dtype == s.dtype) || !d.same_shape(s) || !s.contiguous() || !on_host(s)) return false;
+  CopyPlan plan;
+  if (d.numel() == 0 || !plan_copy(d.ndim, d.shape, d.strides, d.itemsize(), &plan)) return false;
+  if (!copies_bytes_only(dst.ptr(), d, src.ptr(), s)) return false;
+  const std::shared_ptr<Pool> pool = pool_for(d, given_pool);
+  if (pool == nullptr) return false;
+  const Stream stream = pool->device().current_stream();
+  {
+    const nb::gil_scoped_release no_gil;
+    stage_copy(*pool, plan, d, s, stream, wait_for({}));
+  }
+  bump_version(dst.ptr());
+  warn_of_waits(*pool);
+  return true;
+}
+
+// The checked gather of `src` rows along `dim`; false when `src` or `index` is not of the form that the kernels take.
+bool plan_checked_gather(const TensorView& src, const TensorView& index, int dim, Gather* rows) {
+  if (!on_host(src) || !on_host(index) || index.ndim != 1 || index.dtype.code != kDlInt ||
+      (index.dtype.bits != 32 && index.dtype.bits != 64) || dim < 0 || dim >= src.ndim) {
+    return false;
+  }
+  if (!plan_gather(src, dim, index, rows)) return false;
+  const std::int64_t bad =
+      first_bad_index(rows->index, rows->index_is_64, rows->index_stride, rows->count, rows->src_rows);
+  if (bad >= 0) {
+    const std::int64_t at = bad * rows->index_stride;
+    const std::int64_t value = rows->index_is_64 ? static_cast<const std::int64_t*>(rows->index)[at]
+                                                 : static_cast<const std::int32_t*>(rows->index)[at];
+    throw Error(ErrorKind::kIndex, "index " + std::to_string(value) + " at position " + std::to_string(bad) +
+                                       " is out of range for " + std::to_string(rows->src_rows) + " rows");
+  }
+  return true;
+}
+
+// dst has src's shape but for `dim`, where it has at least `count`.
+bool takes_rows(const TensorView& dst, const TensorView& src, int dim, std::int64_t count) {
+  if (!(dst.dtype == src.dtype) || dst.ndim != src.ndim || dst.shape[dim] < count) return false;
+  for (int i = 0; i < dst.ndim; ++i) {
+    if (i != dim && dst.shape[i] != src.shape[i]) return false;
+  }
+  return true;
+}
+
+bool try_copy_rows(nb::handle dst, nb::handle src, nb::handle index, int dim, nb::handle given_pool) {
+  TensorView d, s, x;
+  if (!view_tensor(dst.ptr(), &d) || !view_tensor(src.ptr(), &s) || !view_tensor(index.ptr(), &x)) return false;
+  Gather rows;
+  if (!plan_checked_gather(s, x, dim, &rows) || !takes_rows(d, s, dim, rows.count)) return false;
+  const TensorView part = narrow(d, dim, rows.count);
+  CopyPlan plan;
+  if (part.numel() == 0 || !plan_copy(part.ndim, part.shape, part.strides, part.itemsize(), &plan)) return false;
+  if (!copies_bytes_only(dst.ptr(), d, src.ptr(), s)) return false;
+  const std::shared_ptr<Pool> pool = pool_for(d, given_pool);
+  if (pool == nullptr) return false;
+  const Stream stream = pool->device().current_stream();
+  {
+    const nb::gil_scoped_release no_gil;
+    stage_rows(*pool, plan, part.data, rows, stream, wait_for({}));
+  }
+  bump_version(dst.ptr());
+  warn_of_waits(*pool);
+  return true;
+}
+
+bool try_gather(nb::handle out, nb::handle src, nb::handle index, int dim) {
+  TensorView o, s, x;
+  if (!view_tensor(out.ptr(), &o) || !view_tensor(src.ptr(), &s) || !view_tensor(index.ptr(), &x)) return false;
+  Gather rows;
+  if (!plan_checked_gather(s, x, dim, &rows) || !takes_rows(o, s, dim, rows.count)) return false;
+  if (!on_host(o) || !o.contiguous() || o.shape[dim] != rows.count || o.numel() == 0) return false;
+  if (!copies_bytes_only(out.ptr(), o, src.ptr(), s)) return false;
+  if (overlap(o, s)) {
+    throw Error(ErrorKind::kValue, "out overlaps src: the rows read would depend on the order of the copy. Pass an out of its own");
+  }
+  rows.dst = o.data;
+  {
+    const nb::gil_scoped_release no_gil;
+    gather(rows);
+  }
+  bump_version(out.ptr());
+  return true;
+}
+
+// --- leases ---
+
+// A lease with the shape and dtype that its tensor has.
+struct PyLease {
+  LeaseRef ref;
+  int ndim = 0;
+  std::int64_t shape[kMaxLeaseDims];
+  DlDataType dtype{};
+};
+
+// The itemsize, code and bits of a dtype travel as one number: code | bits << 8.
+DlDataType unpack_dtype(int packed) {
+  return {static_cast<std::uint8_t>(packed & 0xff), static_cast<std::uint8_t>(packed >> 8 & 0xff), 1};
+}
+
+std::optional<PyLease> take(PyPool& self, const nb::tuple& shape, int dtype, std::optional<double> timeout, bool block,
+                            bool owned) {
+  PyLease lease;
+  lease.dtype = unpack_dtype(dtype);
+  if (shape.size() > kMaxLeaseDims) {
+    throw Error(ErrorKind::kValue, "a lease has at most " + std::to_string(kMaxLeaseDims) + " dimensions, this shape " +
+                                       std::to_string(shape.size()));
+  }
+  std::uint64_t nbytes = lease.dtype.bits / 8;
+  for (nb::handle size : shape) {
+    const auto n = nb::cast<std::int64_t>(size);
+    if (n < 0) throw Error(ErrorKind::kValue, "a dimension of a lease is negative: " + std::to_string(n));
+    if (__builtin_mul_overflow(nbytes, static_cast<std::uint64_t>(n), &nbytes) || nbytes > kMaxLeaseBytes) {
+      throw Error(ErrorKind::kPoolExhausted, "no host has the memory for a lease of this shape");
+    }
+    lease.shape[lease.ndim++] = n;
+  }
+  {
+    const nb::gil_scoped_release no_gil;
+    lease.ref = self.pool->take(std::max<std::uint64_t>(nbytes, 1), wait_for(timeout), block, owned);
+  }
+  if (lease.ref.slot == nullptr) return std::nullopt;
+  warn_of_waits(*self.pool);
+  return lease;
+}
+
+// None when `dst` is not one that a copy engine can write from here; ValueError when it does not match the lease.
+std::optional<Ticket> submit(PyLease& self, nb::handle dst) {
+  TensorView d, s;
+  if (!view_tensor(dst.ptr(), &d)) return std::nullopt;
+  s.ndim = self.ndim;
+  if (self.ndim > kMaxDims) return std::nullopt;
+  std::copy_n(self.shape, self.ndim, s.shape);
+  CopyPlan plan;
+  if (!(d.dtype == self.dtype) || !d.same_shape(s) || d.numel() == 0 ||
+      !plan_copy(d.ndim, d.shape, d.strides, d.itemsize(), &plan) || !copies_bytes_only(dst.ptr(), d, dst.ptr(), d)) {
+    return std::nullopt;
+  }
+  Device& device = self.ref.pool->device();
+  if (device_of(d) != &device) return std::nullopt;
+  const Stream stream = device.current_stream();
+  std::optional<Ticket> ticket;
+  {
+    const nb::gil_scoped_release no_gil;
+    ticket = self.ref.pool->submit(self.ref, plan, reinterpret_cast<DevicePtr>(d.data), stream);
+  }
+  bump_version(dst.ptr());
+  return ticket;
+}
+
+nb::object tensor_over(PyLease& self, void* data, DlDevice device) {
+  PyObject* tensor = tensor_over_slot(self.ref, data, device, self.ndim, self.shape, self.dtype);
+  if (tensor == nullptr) throw nb::python_error();
+  return nb::steal(tensor);
+}
+
+nb::object tensor_of(PyLease& self) { return tensor_over(self, self.ref.pool->data(self.ref), {kDlCpu, 0}); }
+
+// The slot as the device reads it in place. On a simulated device that is the host tensor.
+nb::object device_view_of(PyLease& self) {
+  const Device& device = self.ref.pool->device();
+  if (device.kind() == DeviceKind::kSimulated) return tensor_of(self);
+  DevicePtr address = 0;
+  {
+    const nb::gil_scoped_release no_gil;
+    address = self.ref.pool->device_address(self.ref);
+  }
+  return tensor_over(self, reinterpret_cast<void*>(address), {kDlCuda, device.index()});
+}
+
+nb::tuple stats_of(PyPool& self) {
+  const PoolStats s = self.pool->stats();
+  const auto bytes = [&s](SlotState state) { return s.bytes[static_cast<int>(state)]; };
+  return nb::make_tuple(s.capacity, bytes(SlotState::kOpen), bytes(SlotState::kInFlight), bytes(SlotState::kHeld),
+                        bytes(SlotState::kParked), bytes(SlotState::kCaptured), bytes(SlotState::kQuarantined),
+                        bytes(SlotState::kFree), s.high_water, s.slabs, s.host_allocations, s.events_created, s.copies,
+                        s.waits, s.wait_seconds, s.pageable);
+}
+
+Stream stream_of(std::uintptr_t handle) { return reinterpret_cast<Stream>(handle); }
+
+}  // namespace
+}  // namespace pinstage
+
+NB_MODULE(_core, m) {
+  using namespace pinstage;
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+
+  m.doc() = "The compiled core of pinstage. Private: use the names of the pinstage package.";
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const Error& error) {
+      raise(error);
+    } catch (const Interrupted&) {
+      // The signal handler's exception is set on this thread already.
+    }
+  });
+  load_torch();
+  select_isa(std::getenv("PINSTAGE_ISA"));
+  bind_simulated_driver(m);
+
+  m.def("driver_entries", &driver_entries, "(CUDA name, CUDA version, required) of every entry of the driver table.");
+  m.def("lying_event_query", [] { return reinterpret_cast<std::uintptr_t>(&lying_event_query); },
+        "Address of a cuEventQuery that always says done: the negative control of race tests.");
+  m.def("isa", &isa, "The instruction set of the gather kernels in use.");
+  m.def("try_copy", &try_copy, "dst"_a, "src"_a, "pool"_a.none());
+  m.def("try_copy_rows", &try_copy_rows, "dst"_a, "src"_a, "index"_a, "dim"_a, "pool"_a.none());
+  m.def("try_gather", &try_gather, "out"_a, "src"_a, "index"_a, "dim"_a);
+  m.def("simulated_device_at", [](std::uintptr_t address) { return SimulatedDevice::find(reinterpret_cast<void*>(address)); },
+        "address"_a, nb::rv_policy::reference);
+
+  nb::class_<Ticket>(m, "Ticket")
+      .def("done", &Ticket::done, Unlocked())
+      .def("wait", [](const Ticket& self, std::optional<double> timeout) { self.wait(wait_for(timeout)); },
+           "timeout"_a.none() = nb::none(), Unlocked())
+      .def("wait_on", [](const Ticket& self, std::uintptr_t stream) { self.wait_on(stream_of(stream)); }, "stream"_a,
+           Unlocked());
+
+  nb::class_<PyDevice>(m, "Device")
+      .def_static("cuda", &cuda_device, "addresses"_a, "context"_a, "index"_a)
+      .def_static("simulated", &simulated_device, "device"_a)
+      .def_prop_ro("name", [](const PyDevice& self) { return self.device->name(); })
+      .def_prop_ro("index", [](const PyDevice& self) { return self.device->index(); })
+      .def_prop_ro("simulation", [](const PyDevice& self) { return self.simulated; },
+                   "The SimulatedDevice, or None for a GPU.")
+      .def_prop_ro("current_stream",
+                   [](const PyDevice& self) { return reinterpret_cast<std::uintptr_t>(self.device->current_stream()); })
+      .def("require_not_capturing",
+           [](const PyDevice& self, std::uintptr_t stream) {
+             const Device::Current current(*self.device);
+             self.device->require_not_capturing(stream_of(stream));
+           },
+           "stream"_a)
+      .def("fence", [](const PyDevice& self, std::uintptr_t stream) { return self.device->fence(stream_of(stream)); },
+           "stream"_a, Unlocked())
+      .def_prop_rw(
+          "default_pool",
+          [](const PyDevice& self) { return self.device->default_pool != nullptr ? self.default_pool : nb::none(); },
+          [](PyDevice& self, nb::object pool) {
+            self.device->default_pool = nb::cast<PyPool&>(pool).pool;
+            self.default_pool = std::move(pool);
+          },
+          "The StagingPool of copies without a pool of their own; None at first and once it was closed.")
+      .def("shutdown", &PyDevice::shutdown);
+
+  nb::class_<PyPool>(m, "Pool")
+      .def("__init__",
+           [](PyPool* self, const PyDevice& device, std::uint64_t initial_bytes, std::uint64_t max_bytes,
+              bool wait_when_full, bool warn_on_wait, bool pageable) {
+             new (self) PyPool{Pool::make(device.device, {initial_bytes, max_bytes, wait_when_full, warn_on_wait, pageable})};
+           },
+           "device"_a, "initial_bytes"_a, "max_bytes"_a, "wait_when_full"_a, "warn_on_wait"_a, "pageable"_a)
+      .def("_take", &take, "shape"_a, "dtype"_a, "timeout"_a.none(), "block"_a, "owned"_a)
+      .def("_reclaim", [](PyPool& self, bool synchronize) { return self.pool->reclaim(synchronize); }, "synchronize"_a,
+           Unlocked())
+      .def("_trim", [](PyPool& self) { return self.pool->trim(); }, Unlocked())
+      .def("_reserve", [](PyPool& self, std::uint64_t nbytes) { self.pool->reserve(nbytes); }, "nbytes"_a, Unlocked())
+      .def("_close",
+           [](PyPool& self) {
+             Device& device = self.pool->device();
+             if (device.default_pool == self.pool) device.default_pool = nullptr;
+             const nb::gil_scoped_release no_gil;
+             self.pool->close(wait_for({}));
+           })
+      .def("_closed", [](PyPool& self) { return self.pool->closed(); })
+      .def("_stats", &stats_of)
+      .def("_consistent", [](PyPool& self) { return self.pool->consistent(); }, "I1 and I2 hold. For tests.");
+
+  nb::class_<PyLease>(m, "Lease")
+      .def("tensor", &tensor_of)
+      .def("device_view", &device_view_of)
+      .def("submit", &submit, "dst"_a)
+      .def("retire",
+           [](PyLease& self, std::uintptr_t stream) { return self.ref.pool->retire(self.ref, stream_of(stream)); },
+           "stream"_a, Unlocked())
+      .def("hand_over", [](PyLease& self) { return self.ref.pool->hand_over(self.ref); })
+      .def("cancel", [](PyLease& self) { self.ref.pool->cancel(self.ref); })
+      .def("is_open", [](PyLease& self) { return self.ref.pool->is_open(self.ref); })
+      .def("wait_reusable",
+           [](PyLease& self, std::optional<double> timeout) { self.ref.pool->wait_reusable(self.ref, wait_for(timeout)); },
+           "timeout"_a.none(), Unlocked())
+      .def_prop_ro("nbytes_reserved", [](PyLease& self) { return self.ref.slot->nbytes; });
+}

@@ -1,0 +1,380 @@
+// Copyright (c) 2026 The pinstage authors.
+// SPDX-License-Identifier: Apache-2.0
+#include "device.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <thread>
+
+#include "pool.h"
+
+namespace pinstage {
+namespace {
+
+// CUDA is unusable in a forked child, and the child may have inherited a locked mutex: every call checks that the
+// process is still the one that made the device. Counted by a fork handler, because getpid() is a system call.
+std::atomic<unsigned> g_fork_generation{0};
+
+unsigned fork_generation() {
+  static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { g_fork_generation.fetch_add(1, std::memory_order_relaxed); });
+  (void)registered;
+  return g_fork_generation.load(std::memory_order_relaxed);
+}
+
+}  // namespace
+
+bool is_fatal(Status status) noexcept {
+  switch (status) {
+    case 4:    // deinitialized
+    case 46:   // device unavailable
+    case 100:  // no device
+    case 101:  // invalid device
+    case 201:  // invalid context
+    case 214:  // uncorrectable ECC error
+    case 220:  // uncorrectable NVLink error
+    case 700:  // illegal address
+    case 702:  // launch timeout
+    case 709:  // context is destroyed
+    case 710:  // assert
+    case 714:  // hardware stack error
+    case 715:  // illegal instruction
+    case 716:  // misaligned address
+    case 717:  // invalid address space
+    case 718:  // invalid program counter
+    case 719:  // launch failed
+    case 721:  // tensor memory leak, external device and the like
+    case 999:  // unknown
+      return true;
+    default:
+      return false;
+  }
+}
+
+bool enqueued_nothing(Status status) noexcept {
+  switch (status) {
+    case status::kInvalidValue:
+    case status::kOutOfMemory:
+    case status::kInvalidHandle:
+    case status::kNotPermitted:
+    case status::kNotSupported:
+    case status::kStreamCaptureUnsupported:
+    case status::kStreamCaptureInvalidated:
+    case status::kStreamCaptureImplicit:
+      return true;
+    default:
+      return false;
+  }
+}
+
+Status pause_then_sleep(unsigned round) {
+  if (round < 200) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  } else {
+    std::this_thread::sleep_for(std::chrono::microseconds(round < 1000 ? 5 : 50));
+  }
+  return status::kSuccess;
+}
+
+Waiter::Waiter(const Device& device, const Wait& wait)
+    : device_(device), wait_(wait), start_(std::chrono::steady_clock::now()) {}
+
+double Waiter::seconds() const {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+}
+
+bool Waiter::pause(bool queued_work) {
+  if (wait_.timeout_seconds >= 0 && seconds() >= wait_.timeout_seconds) return false;
+  // Signals are looked at about every millisecond once the wait sleeps: taking the GIL on each round would let one
+  // waiter slow every Python thread.
+  if (wait_.interrupted != nullptr && round_ % 32 == 31 && wait_.interrupted()) throw Interrupted{};
+  const Status status = queued_work ? device_.driver().idle(round_) : pause_then_sleep(round_);
+  if (status == status::kNothingCanRun) {
+    throw Error(ErrorKind::kDriver,
+                device_.name() + ": this wait would never end, because no queued step may run (schedule \"manual\", or a "
+                                 "wait on something that was never enqueued). Run the steps first: dev.run()",
+                status);
+  }
+  ++round_;
+  return true;
+}
+
+Device::Current::Current(const Device& device) : device_(device) {
+  Context now = nullptr;
+  device.check(device.driver_.ctx_get_current(&now), "cuCtxGetCurrent");
+  if (now == device.context_) return;
+  device.check(device.driver_.ctx_push_current(device.context_), "cuCtxPushCurrent");
+  pushed_ = true;
+}
+
+Device::Current::~Current() {
+  Context popped = nullptr;
+  if (pushed_) device_.driver_.ctx_pop_current(&popped);
+}
+
+Device::Relaxed::Relaxed(const Device& device) noexcept : device_(device) {
+  device_.driver_.thread_exchange_capture_mode(&previous_);
+}
+
+Device::Relaxed::~Relaxed() { device_.driver_.thread_exchange_capture_mode(&previous_); }
+
+Device::Device(const Driver& driver, Context context, DeviceKind kind, int index, CurrentStream stream_of,
+               void* source)
+    : driver_(driver),
+      context_(context),
+      kind_(kind),
+      index_(index),
+      current_stream_(stream_of),
+      source_(source),
+      fork_generation_(fork_generation()) {}
+
+// Events and slabs are left to the driver's own end: by the time a Device dies, the driver may be gone (I8).
+Device::~Device() = default;
+
+std::string Device::name() const {
+  return (kind_ == DeviceKind::kCuda ? "cuda:" : "simulated:") + std::to_string(index_);
+}
+
+void Device::shutdown() noexcept { shut_down_.store(true, std::memory_order_release); }
+
+bool Device::usable() const noexcept {
+  return !shut_down_.load(std::memory_order_acquire) &&
+         fork_generation_ == g_fork_generation.load(std::memory_order_relaxed);
+}
+
+void Device::require_usable() const {
+  if (usable()) return;
+  if (fork_generation_ != g_fork_generation.load(std::memory_order_relaxed)) {
+    throw Error(ErrorKind::kForked, name() +
+                                        " was set up before this process was forked, and CUDA does not survive a fork. "
+                                        "Start workers with the \"spawn\" method, or fork before the first use of pinstage");
+  }
+  throw Error(ErrorKind::kLeaseState, name() + " was shut down; make a new device or pool");
+}
+
+void Device::fail(Status status, const char* call, const std::string& detail) const {
+  const char* error_name = nullptr;
+  const char* text = nullptr;
+  driver_.get_error_name(status, &error_name);
+  driver_.get_error_string(status, &text);
+  std::string message = std::string(call) + " failed on " + name() + ": " +
+                        (error_name != nullptr ? error_name : "unknown error") + " (" + std::to_string(status) + ")";
+  if (text != nullptr) message += std::string(", ") + text;
+  if (!detail.empty()) message += ". " + detail;
+  throw Error(ErrorKind::kDriver, std::move(message), status);
+}
+
+void Device::require_not_capturing(Stream stream) const {
+  int capture_status = kCaptureStatusNone;
+  const Status status = driver_.stream_is_capturing(stream, &capture_status);
+  if (status == status::kSuccess && capture_status == kCaptureStatusNone) return;
+  if (status != status::kSuccess && status != status::kStreamCaptureImplicit) fail(status, "cuStreamIsCapturing", "");
+  throw Error(ErrorKind::kCapture,
+              std::string(status == status::kStreamCaptureImplicit
+                              ? "another stream of " + name() + " is being captured, and work on the default stream would "
+                                                                "break that capture"
+                              : "the stream is being captured into a CUDA graph on " + name()) +
+                  ": every replay would read this slot again, after others have written it. Nothing was enqueued. Copy "
+                  "before the capture, or stage on a stream that is not captured",
+              status);
+}
+
+Device::Reserved Device::reserve(std::unique_lock<std::mutex>& lock, Fifo& fifo) {
+  fifo.reserve_one();
+  if (FenceCell* cell = retirement_.take_cell()) return {&fifo, cell};
+  lock.unlock();
+  Event event = nullptr;
+  Status status;
+  {
+    Relaxed relaxed(*this);
+    status = driver_.event_create(&event, kEventDisableTiming);
+  }
+  lock.lock();
+  try {
+    check(status, "cuEventCreate");
+    return {&fifo, retirement_.add_cell(event)};
+  } catch (...) {
+    fifo.cancel_reservation();
+    throw;
+  }
+}
+
+void Device::release(Reserved reserved) noexcept {
+  reserved.fifo->cancel_reservation();
+  retirement_.give_cell(reserved.cell);
+}
+
+Status Device::record(Reserved reserved, Stream stream, Slot* slot, Ticket* ticket) noexcept {
+  const Status status = driver_.event_record(reserved.cell->event, stream);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (status != status::kSuccess) {
+    release(reserved);
+    return status;
+  }
+  if (ticket != nullptr) {
+    ticket->cell = reserved.cell;
+    ticket->generation = reserved.cell->generation.load(std::memory_order_relaxed);
+  }
+  reserved.fifo->push({reserved.cell, slot});
+  return status;
+}
+
+Ticket Device::fence(Stream stream) {
+  require_usable();
+  Current current(*this);
+  require_not_capturing(stream);
+  Reserved reserved;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    Fifo& fifo = retirement_.fifo(stream);
+    while (poll(lock, fifo) == Polled::kPassed) {
+    }
+    reserved = reserve(lock, fifo);
+  }
+  Ticket ticket{shared_from_this()};
+  check(record(reserved, stream, nullptr, &ticket), "cuEventRecord");
+  return ticket;
+}
+
+Device::Polled Device::poll(std::unique_lock<std::mutex>& lock, Fifo& fifo, Status* error) {
+  if (fifo.empty()) return Polled::kEmpty;
+  FenceCell* const cell = fifo.head().cell;
+  const std::uint64_t generation = cell->generation.load(std::memory_order_relaxed);
+  lock.unlock();
+  Status status;
+  {
+    Relaxed relaxed(*this);
+    status = driver_.event_query(cell->event);
+  }
+  lock.lock();
+  if (status == status::kNotReady) return Polled::kBusy;
+  // Another thread may have popped this fence meanwhile; then the answer was about something else.
+  if (fifo.empty() || fifo.head().cell != cell || cell->generation.load(std::memory_order_relaxed) != generation) {
+    return Polled::kPassed;
+  }
+  if (status == status::kSuccess) {
+    const Fence fence = fifo.pop();
+    retirement_.give_cell(fence.cell);
+    if (fence.slot != nullptr) fence.slot->pool->fence_passed(fence.slot);
+    return Polled::kPassed;
+  }
+  if (is_fatal(status) || status == status::kCapturedEvent) {
+    const Fence fence = fifo.pop();
+    fence.cell->failure.store(status, std::memory_order_release);
+    if (fence.slot != nullptr) fence.slot->pool->fence_failed(fence.slot);
+    return Polled::kPassed;
+  }
+  if (error != nullptr) *error = status;
+  return Polled::kError;
+}
+
+bool Device::poll_all() {
+  const Current current(*this);
+  bool any = false;
+  Status error = status::kSuccess;
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (std::size_t i = 0; i < retirement_.fifos().size(); ++i) {
+    Fifo& fifo = *retirement_.fifos()[i];
+    while (poll(lock, fifo, &error) == Polled::kPassed) any = true;
+  }
+  lock.unlock();
+  if (!any) check(error, "cuEventQuery");
+  return any;
+}
+
+void Device::poll_some(std::unique_lock<std::mutex>& lock) {
+  const std::size_t count = retirement_.fifos().size();
+  for (std::size_t i = 0; i < std::min<std::size_t>(2, count); ++i) {
+    Fifo& fifo = *retirement_.fifos()[turn_++ % count];
+    while (poll(lock, fifo) == Polled::kPassed) {
+    }
+  }
+}
+
+void Device::adopt(std::shared_ptr<Pool> pool) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  pools_.push_back(std::move(pool));
+}
+
+void Device::discard(SlabMemory memory) noexcept {
+  // Losing track of a slab (out of memory here) leaks it, which is safe; throwing from a destructor is not.
+  try {
+    discarded_.push_back(memory);
+  } catch (const std::bad_alloc&) {
+    return;
+  }
+}
+
+void Device::sweep() {
+  if (!usable()) return;
+  std::vector<SlabMemory> memory;
+  std::vector<std::shared_ptr<Pool>> drained;  // destroyed after the lock is gone
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto keep = std::stable_partition(pools_.begin(), pools_.end(),
+                                      [](const std::shared_ptr<Pool>& pool) { return !pool->drained(); });
+    drained.assign(std::make_move_iterator(keep), std::make_move_iterator(pools_.end()));
+    pools_.erase(keep, pools_.end());
+    for (const std::shared_ptr<Pool>& pool : drained) pool->discard_empty_slabs();
+    memory.swap(discarded_);
+  }
+  for (const SlabMemory& slab : memory) free_slab(*this, slab);
+}
+
+bool Ticket::done() const {
+  if (cell->generation.load(std::memory_order_acquire) != generation) return true;
+  const Status failed = cell->failure.load(std::memory_order_acquire);
+  if (failed != status::kSuccess) device->fail(failed, "cuEventQuery", "The work under this ticket may never have run");
+  device->require_usable();
+  Status status;
+  {
+    const Device::Current current(*device);
+    const Device::Relaxed relaxed(*device);
+    status = device->driver().event_query(cell->event);
+  }
+  // A recycled event answers for its new fence; the generation tells.
+  if (cell->generation.load(std::memory_order_acquire) != generation) return true;
+  if (status == status::kNotReady) return false;
+  device->check(status, "cuEventQuery");
+  return true;
+}
+
+void Ticket::wait(const Wait& wait) const {
+  Waiter waiter(*device, wait);
+  while (!done()) {
+    if (!waiter.pause(true)) {
+      throw Error(ErrorKind::kTimeout, "the fence did not pass within " + std::to_string(wait.timeout_seconds) +
+                                           " s; the work before it on its stream is still running or held back");
+    }
+  }
+}
+
+void Ticket::wait_on(Stream stream) const {
+  device->require_usable();
+  {
+    const std::lock_guard<std::mutex> lock(device->mutex_);
+    if (cell->generation.load(std::memory_order_relaxed) != generation) return;  // passed: nothing to wait for
+    device->retirement_.pin(cell);
+  }
+  Status status;
+  try {
+    Device::Current current(*device);
+    device->require_not_capturing(stream);
+    status = device->driver().stream_wait_event(stream, cell->event, 0);
+  } catch (...) {
+    const std::lock_guard<std::mutex> lock(device->mutex_);
+    device->retirement_.unpin(cell);
+    throw;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(device->mutex_);
+    device->retirement_.unpin(cell);
+  }
+  device->check(status, "cuStreamWaitEvent");
+}
+
+}  // namespace pinstage

@@ -1,0 +1,43 @@
+// Copyright (c) 2026 The pinstage authors.
+// SPDX-License-Identifier: Apache-2.0
+//
+// Row gather: dst[o, i, :] = src[o, index[i], :], rows of bytes, index checked before anything is written.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace pinstage {
+
+struct Gather {
+  const char* src;              // row 0 of outer 0
+  std::int64_t src_rows;        // rows that may be indexed
+  std::int64_t src_row_stride;  // bytes between rows; any value, negative included
+  std::int64_t src_outer_stride;
+  char* dst;                    // rows lie dst_row_stride apart
+  std::int64_t dst_row_stride;
+  std::int64_t dst_outer_stride;
+  std::int64_t outer;           // how many times the gather repeats
+  std::int64_t row_bytes;
+  const void* index;            // int32 or int64, `count` of them, index_stride elements apart
+  std::int64_t index_stride;
+  bool index_is_64;
+  std::int64_t count;
+};
+
+// Position of the first index outside [0, rows), or -1 when all are inside.
+std::int64_t first_bad_index(const void* index, bool is_64, std::int64_t stride, std::int64_t count,
+                             std::int64_t rows) noexcept;
+
+// The index must have been checked. dst and src must not overlap.
+void gather(const Gather& g) noexcept;
+
+// Plain copy of a contiguous block into a slot, by the kernel that suits its size.
+void copy_bytes(void* dst, const void* src, std::size_t nbytes) noexcept;
+
+// The instruction set in use: "avx512", "avx2", "portable". PINSTAGE_ISA forces one; select_isa throws
+// std::invalid_argument when the name is unknown or the CPU lacks it.
+const char* isa() noexcept;
+void select_isa(const char* name);
+
+}  // namespace pinstage

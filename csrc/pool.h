@@ -1,0 +1,198 @@
+// Copyright (c) 2026 The pinstage authors.
+// SPDX-License-Identifier: Apache-2.0
+//
+// The staging pool: slabs of pinned memory, slots cut from them, and the states a slot goes through.
+//
+//            take            submit / retire + hand over          last fence passed
+//     FREE ────────▶ OPEN ──────────────────────────────▶ IN_FLIGHT ────────────────▶ FREE
+//                     │ cancel ─▶ FREE                        │ a tensor over it lives ─▶ HELD ─▶ FREE
+//                     └ handed over undeclared ─▶ PARKED      └ no fence could be had  ─▶ QUARANTINED (for good)
+//
+// All state changes happen under Device::mutex(); memory is allocated and freed outside it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "copy_plan.h"
+#include "device.h"
+#include "offsets.h"
+
+namespace pinstage {
+
+class Pool;
+
+enum class SlotState : std::uint8_t { kFree, kOpen, kInFlight, kHeld, kParked, kCaptured, kQuarantined };
+inline constexpr int kSlotStates = 7;
+
+struct SlabMemory {
+  char* data = nullptr;
+  std::uint64_t nbytes = 0;
+  bool pageable = false;
+};
+void free_slab(Device& device, const SlabMemory& memory) noexcept;
+
+struct Slab {
+  Slab(const SlabMemory& slab_memory) : memory(slab_memory), offsets(slab_memory.nbytes) {}
+  SlabMemory memory;
+  Offsets offsets;
+};
+
+struct Slot {
+  Pool* pool = nullptr;
+  Slab* slab = nullptr;
+  Offsets::Block block = 0;
+  char* data = nullptr;
+  std::uint64_t nbytes = 0;     // reserved: the request rounded up to 256 (I3)
+  SlotState state = SlotState::kFree;
+  bool handed_over = false;     // nobody writes it any more
+  bool declared = false;        // a copy or a retire covers its readers
+  bool owned = false;           // DoubleBuffer and its like: reused in place by its owner, by fence alone
+  bool unfenced = false;        // read by work that no fence covers: quarantined when it is handed over
+  std::uint32_t pending = 0;    // fences that have not passed
+  std::uint32_t tensors = 0;    // exported tensors that live
+  const void* thread = nullptr; // who took it
+  std::uint64_t lease = 0;      // number of the take, never repeated: a stale LeaseRef finds another one here
+};
+
+// The caller's hold on a slot it took. Any use after the hand-over is an error, never an access to somebody else's slot.
+struct LeaseRef {
+  std::shared_ptr<Pool> pool;
+  Slot* slot = nullptr;
+  std::uint64_t lease = 0;
+};
+
+struct PoolStats {
+  std::uint64_t capacity = 0, high_water = 0, slabs = 0, host_allocations = 0, events_created = 0, copies = 0, waits = 0;
+  std::uint64_t bytes[kSlotStates] = {};
+  double wait_seconds = 0;
+  bool pageable = false;
+};
+
+struct PoolOptions {
+  std::uint64_t initial_bytes = 0, max_bytes = 0;
+  bool wait_when_full = true;
+  bool warn_on_wait = false;  // nobody chose max_bytes: the first wait for it is worth a warning
+  bool pageable = false;
+};
+
+class Pool : public std::enable_shared_from_this<Pool> {
+ public:
+  static std::shared_ptr<Pool> make(std::shared_ptr<Device> device, const PoolOptions& options);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  Device& device() const noexcept { return *device_; }
+  const std::shared_ptr<Device>& shared_device() const noexcept { return device_; }
+  const PoolOptions& options() const noexcept { return options_; }
+
+  // --- a lease: taken, then handed over or cancelled. After that each of these throws Error(kLeaseState). ---
+
+  // An OPEN slot of nbytes. `block` false: an empty LeaseRef instead of waiting (growing is allowed).
+  // Throws Error(kPoolExhausted): larger than max_bytes, timeout, when_full = raise, or a wait that could not end (I6).
+  LeaseRef take(std::uint64_t nbytes, const Wait& wait, bool block = true, bool owned = false);
+  // Copies the slot's first plan.nbytes() bytes to dst on `stream` and fences it, as one act.
+  Ticket submit(const LeaseRef& lease, const CopyPlan& plan, DevicePtr dst, Stream stream);
+  // A fence on what is enqueued on `stream` so far, for readers that the caller launched.
+  Ticket retire(const LeaseRef& lease, Stream stream);
+  // Returns false when nothing was declared: the slot is then PARKED.
+  bool hand_over(const LeaseRef& lease);
+  void cancel(const LeaseRef& lease);
+  // Owned slots: until every fence over the slot passed.
+  void wait_reusable(const LeaseRef& lease, const Wait& wait);
+  bool is_open(const LeaseRef& lease);
+  char* data(const LeaseRef& lease);
+  DevicePtr device_address(const LeaseRef& lease);  // the same bytes as kernels on the device address them
+  void tensor_born(const LeaseRef& lease);
+  void tensor_died(Slot* slot) noexcept;  // any thread, with or without the GIL; never calls the driver
+
+  // --- a snapshot: one call, `fill` writes the slot before the copy is enqueued. ---
+  template <class Fill>
+  void stage(std::uint64_t nbytes, const CopyPlan& plan, DevicePtr dst, Stream stream, const Wait& wait, Fill&& fill);
+
+  // --- maintenance ---
+  std::uint64_t reclaim(bool synchronize);      // bytes that became free
+  std::uint64_t trim();                         // frees whole slabs; bytes unpinned
+  void reserve(std::uint64_t nbytes);           // capacity of at least nbytes
+  void close(const Wait& wait);
+  void abandon() noexcept;                      // the last owner is gone: close without waiting
+  bool closed();
+  PoolStats stats();
+  bool take_wait_notice() noexcept { return wait_notice_.exchange(false, std::memory_order_relaxed); }
+  // Walks everything: I1, I2 and the counters.
+  bool consistent();
+
+  // --- called by Device, with the mutex held ---
+  void fence_passed(Slot* slot) noexcept;
+  void fence_failed(Slot* slot) noexcept;
+  bool drained() const noexcept;
+  void discard_empty_slabs() noexcept;
+
+ private:
+  Pool(std::shared_ptr<Device> device, const PoolOptions& options);
+
+  struct Prepared {
+    Slot* slot;
+    Device::Reserved reserved;
+  };
+  Prepared begin(std::uint64_t nbytes, Stream stream, const Wait& wait);
+  void finish(const Prepared& prepared, const CopyPlan& plan, DevicePtr dst, Stream stream);
+  void undo(const Prepared& prepared) noexcept;
+  Device::Reserved begin_fence(const LeaseRef& lease, Stream stream, bool copy);
+  Slot* open(const LeaseRef& lease) const;
+  Status copy_and_record(Slot* slot, Device::Reserved reserved, const CopyPlan& plan, DevicePtr dst, Stream stream,
+                         Ticket* ticket, const char** call) noexcept;
+
+  Slot* place(std::uint64_t nbytes, bool owned);
+  Slot* take_slowly(std::uint64_t nbytes, const Wait& wait, bool block, bool owned);
+  bool grow(std::uint64_t nbytes);
+  void add_slab(const SlabMemory& memory);
+  std::uint64_t free_empty_slabs(std::uint64_t enough);
+  void require_open() const;
+  bool only_this_thread_can_help() const noexcept;
+  [[noreturn]] void exhausted(std::uint64_t nbytes, const std::string& why);
+  std::uint64_t free_parked();
+
+  void set_state(Slot* slot, SlotState state) noexcept;
+  void settle(Slot* slot) noexcept;
+  void free_slot(Slot* slot) noexcept;
+
+  const std::shared_ptr<Device> device_;
+  const PoolOptions options_;
+
+  std::mutex growth_;  // one thread grows or trims at a time; taken before the device's mutex, never with the GIL
+
+  // Guarded by device_->mutex():
+  std::vector<std::unique_ptr<Slab>> slabs_;
+  std::deque<Slot> slots_;
+  std::vector<Slot*> spare_slots_;
+  PoolStats stats_;
+  std::uint64_t pending_ = 0;  // fences over slots of this pool
+  std::uint64_t leases_ = 0;
+  bool closed_ = false;
+
+  std::atomic<bool> wait_notice_{false};
+};
+
+template <class Fill>
+void Pool::stage(std::uint64_t nbytes, const CopyPlan& plan, DevicePtr dst, Stream stream, const Wait& wait, Fill&& fill) {
+  device_->require_usable();
+  Device::Current current(*device_);
+  device_->require_not_capturing(stream);
+  const Prepared prepared = begin(nbytes, stream, wait);
+  try {
+    fill(prepared.slot->data);
+  } catch (...) {
+    undo(prepared);
+    throw;
+  }
+  finish(prepared, plan, dst, stream);
+}
+
+}  // namespace pinstage

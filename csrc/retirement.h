@@ -1,0 +1,141 @@
+// Copyright (c) 2026 The pinstage authors.
+// SPDX-License-Identifier: Apache-2.0
+//
+// Retirement: one fence per submission, a FIFO of fences per stream, only the oldest of each is ever polled.
+//
+//   submit ──▶ [ fence 7 | fence 6 | fence 5 ] ──▶ poll the head; when it passed, its slot has one fence less
+//
+// A fence is a recorded event. Events are recycled, so a fence is named by its cell and the cell's generation: once the
+// generation moved on, that fence has passed, whatever the event is doing now. A passed fence proves nothing about
+// others, not even earlier ones under the same stream handle (drivers recycle handles), hence head polling (I4).
+//
+// Nothing here locks or calls the driver: Device does both, and holds its mutex around every call.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "driver.h"
+
+namespace pinstage {
+
+struct Slot;
+
+// An event and the number of fences it has been. Cells live as long as their Device.
+struct FenceCell {
+  Event event = nullptr;
+  std::atomic<std::uint64_t> generation{0};
+  // The device failed under this fence: it never passes, its event is never used again.
+  std::atomic<Status> failure{status::kSuccess};
+  std::uint32_t pins = 0;  // wait_on() calls under way: the event may not be recorded anew before they end
+  bool passed = false;     // passed while pinned: recycled by the last unpin
+};
+
+struct Fence {
+  FenceCell* cell;
+  Slot* slot;  // nullptr: nothing but a ticket waits on it
+};
+
+// Fences of one stream in submission order. A ring that grows to the peak in flight and then allocates no more (I7).
+class Fifo {
+ public:
+  bool empty() const noexcept { return submitted_ == completed_; }
+  std::uint64_t submitted() const noexcept { return submitted_; }
+  std::uint64_t completed() const noexcept { return completed_; }
+  const Fence& head() const noexcept { return ring_[completed_ & (ring_.size() - 1)]; }
+
+  // Makes room for one more push, which then cannot fail: a fence that was recorded must not be lost to bad_alloc.
+  void reserve_one() {
+    // `reserved_` pushes are promised to other submissions under way.
+    if (submitted_ - completed_ + reserved_ + 1 > ring_.size()) grow();
+    ++reserved_;
+  }
+  void cancel_reservation() noexcept { --reserved_; }
+  void push(Fence fence) noexcept {
+    --reserved_;
+    ring_[submitted_++ & (ring_.size() - 1)] = fence;
+  }
+  Fence pop() noexcept { return ring_[completed_++ & (ring_.size() - 1)]; }
+
+ private:
+  void grow() {
+    std::vector<Fence> bigger(ring_.size() * 2);
+    for (std::uint64_t i = completed_; i != submitted_; ++i) {
+      bigger[i & (bigger.size() - 1)] = ring_[i & (ring_.size() - 1)];
+    }
+    ring_.swap(bigger);
+  }
+
+  std::vector<Fence> ring_{std::vector<Fence>(16)};  // size is a power of two
+  std::uint64_t submitted_ = 0, completed_ = 0;      // completed_ <= submitted_, neither decreases (I4)
+  std::uint64_t reserved_ = 0;
+};
+
+class Retirement {
+ public:
+  // The FIFO of a stream; made on first use, never destroyed (as many as there were stream handles alive at once).
+  Fifo& fifo(Stream stream) {
+    if (last_ != nullptr && last_stream_ == stream) return *last_;
+    std::unique_ptr<Fifo>& entry = by_stream_[stream];
+    if (!entry) {
+      entry = std::make_unique<Fifo>();
+      try {
+        order_.push_back(entry.get());
+      } catch (...) {
+        by_stream_.erase(stream);
+        throw;
+      }
+    }
+    last_stream_ = stream;
+    last_ = entry.get();
+    return *last_;
+  }
+  const std::vector<Fifo*>& fifos() const noexcept { return order_; }
+
+  FenceCell* take_cell() noexcept {
+    if (free_.empty()) return nullptr;
+    FenceCell* cell = free_.back();
+    free_.pop_back();
+    return cell;
+  }
+  // A cell around a new event. Reserves the free list's room for it, so that give_cell cannot fail.
+  FenceCell* add_cell(Event event) {
+    free_.reserve(cells_.size() + 1);
+    FenceCell& cell = cells_.emplace_back();
+    cell.event = event;
+    return &cell;
+  }
+  // The cell's fence passed, or was never recorded.
+  void give_cell(FenceCell* cell) noexcept {
+    cell->generation.fetch_add(1, std::memory_order_release);
+    if (cell->pins == 0) {
+      free_.push_back(cell);
+    } else {
+      cell->passed = true;
+    }
+  }
+  void pin(FenceCell* cell) noexcept { ++cell->pins; }
+  void unpin(FenceCell* cell) noexcept {
+    if (--cell->pins == 0 && cell->passed) {
+      cell->passed = false;
+      free_.push_back(cell);
+    }
+  }
+
+  std::uint64_t events_created() const noexcept { return cells_.size(); }
+  std::deque<FenceCell>& cells() noexcept { return cells_; }
+
+ private:
+  std::unordered_map<Stream, std::unique_ptr<Fifo>> by_stream_;
+  std::vector<Fifo*> order_;
+  Stream last_stream_ = nullptr;
+  Fifo* last_ = nullptr;
+  std::deque<FenceCell> cells_;
+  std::vector<FenceCell*> free_;
+};
+
+}  // namespace pinstage

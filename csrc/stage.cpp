@@ -1,0 +1,61 @@
+// Copyright (c) 2026 The pinstage authors.
+// SPDX-License-Identifier: Apache-2.0
+#include "stage.h"
+
+namespace pinstage {
+
+void stage_copy(Pool& pool, const CopyPlan& plan, const TensorView& dst, const TensorView& src, Stream stream,
+                const Wait& wait) {
+  const std::size_t nbytes = plan.nbytes();
+  pool.stage(nbytes, plan, reinterpret_cast<DevicePtr>(dst.data), stream, wait,
+             [&](char* slot) { copy_bytes(slot, src.data, nbytes); });
+}
+
+void stage_rows(Pool& pool, const CopyPlan& plan, char* dst, Gather rows, Stream stream, const Wait& wait) {
+  pool.stage(plan.nbytes(), plan, reinterpret_cast<DevicePtr>(dst), stream, wait, [&](char* slot) {
+    rows.dst = slot;
+    gather(rows);
+  });
+}
+
+TensorView narrow(const TensorView& dst, int dim, std::int64_t count) {
+  TensorView view = dst;
+  view.shape[dim] = count;
+  return view;
+}
+
+bool plan_gather(const TensorView& src, int dim, const TensorView& index, Gather* out) {
+  const auto itemsize = static_cast<std::int64_t>(src.itemsize());
+  std::int64_t row = 1;  // elements of one row, which must lie densely
+  for (int i = src.ndim - 1; i > dim; --i) {
+    if (src.shape[i] == 1) continue;
+    if (src.strides[i] != row) return false;
+    row *= src.shape[i];
+  }
+  std::int64_t outer = 1, outer_stride = 0;  // dimensions before `dim`, which must lie at one stride
+  for (int i = dim - 1; i >= 0; --i) {
+    if (src.shape[i] == 1) continue;
+    if (outer == 1) {
+      outer_stride = src.strides[i];
+    } else if (src.strides[i] != outer_stride * outer) {
+      return false;
+    }
+    outer *= src.shape[i];
+  }
+  *out = Gather{};
+  out->src = src.data;
+  out->src_rows = src.shape[dim];
+  out->src_row_stride = src.strides[dim] * itemsize;
+  out->src_outer_stride = outer_stride * itemsize;
+  out->outer = outer;
+  out->row_bytes = row * itemsize;
+  out->index = index.data;
+  out->index_stride = index.strides[0];
+  out->index_is_64 = index.dtype.bits == 64;
+  out->count = index.shape[0];
+  out->dst_row_stride = out->row_bytes;
+  out->dst_outer_stride = out->row_bytes * out->count;
+  return true;
+}
+
+}  // namespace pinstage

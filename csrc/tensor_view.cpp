@@ -1,0 +1,201 @@
+// Copyright (c) 2026 The pinstage authors.
+// SPDX-License-Identifier: Apache-2.0
+#include "tensor_view.h"
+
+#include <Python.h>
+
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "pool.h"
+
+namespace pinstage {
+namespace {
+
+// What torch offers, looked up once. The module's state, not the core's: one interpreter has one torch.
+struct Torch {
+  const DlExchangeApi* exchange = nullptr;
+  PyTypeObject* tensor_type = nullptr;
+  PyObject* has_torch_function = nullptr;   // (tensor) -> bool; for an exact Tensor: is a torch function mode active
+  PyObject* dispatch_stack = nullptr;       // () -> int
+  PyObject* is_neg = nullptr;               // Tensor.is_neg
+  PyObject* is_conj = nullptr;              // Tensor.is_conj
+  PyObject* increment_version = nullptr;    // (iterable of tensors) -> None
+  PyObject* requires_grad = nullptr;        // the property's descriptor
+  descrgetfunc get_requires_grad = nullptr;
+};
+Torch torch;
+
+PyObject* attribute(PyObject* owner, const char* name) {
+  PyObject* value = PyObject_GetAttrString(owner, name);
+  if (value == nullptr) {
+    PyErr_Clear();
+    throw std::runtime_error(std::string("pinstage needs torch >= 2.10: it found no ") + name);
+  }
+  return value;
+}
+
+// Calls a cached builtin of torch on one argument (or none). A failure counts as "not plain": torch itself then reports
+// what is wrong when the general path asks it.
+bool is_true(PyObject* callable, PyObject* argument) {
+  PyObject* result = PyObject_Vectorcall(callable, &argument, argument != nullptr ? 1 : 0, nullptr);
+  if (result == nullptr) {
+    PyErr_Clear();
+    return true;
+  }
+  const int truth = result == Py_False ? 0 : result == Py_True ? 1 : PyObject_IsTrue(result);
+  Py_DECREF(result);
+  return truth != 0;
+}
+
+bool requires_grad(PyObject* tensor) {
+  PyObject* result = torch.get_requires_grad(torch.requires_grad, tensor, reinterpret_cast<PyObject*>(torch.tensor_type));
+  if (result == nullptr) {
+    PyErr_Clear();
+    return true;
+  }
+  const bool truth = result != Py_False;
+  Py_DECREF(result);
+  return truth;
+}
+
+bool is_integral(DlDataType dtype) { return dtype.code == kDlInt || dtype.code == kDlUInt || dtype.code == kDlBool; }
+
+// Owns a tensor's shape and its hold on the slot.
+struct SlotTensor {
+  DlManagedTensor managed{};
+  std::vector<std::int64_t> shape, strides;
+  LeaseRef lease;
+
+  // Any thread, with or without the GIL, possibly at interpreter exit.
+  static void destroy(DlManagedTensor* managed) {
+    const std::unique_ptr<SlotTensor> self(static_cast<SlotTensor*>(managed->manager_ctx));
+    self->lease.pool->tensor_died(self->lease.slot);
+  }
+};
+
+}  // namespace
+
+std::int64_t TensorView::numel() const noexcept {
+  std::int64_t n = 1;
+  for (int i = 0; i < ndim; ++i) n *= shape[i];
+  return n;
+}
+
+bool TensorView::contiguous() const noexcept {
+  std::int64_t expected = 1;
+  for (int i = ndim - 1; i >= 0; --i) {
+    if (shape[i] == 1) continue;
+    if (strides[i] != expected) return false;
+    expected *= shape[i];
+  }
+  return true;
+}
+
+bool TensorView::same_shape(const TensorView& other) const noexcept {
+  return ndim == other.ndim && std::memcmp(shape, other.shape, sizeof(shape[0]) * static_cast<std::size_t>(ndim)) == 0;
+}
+
+void load_torch() {
+  PyObject* module = PyImport_ImportModule("torch");
+  if (module == nullptr) {
+    PyErr_Clear();
+    throw std::runtime_error("pinstage needs torch >= 2.10: torch could not be imported");
+  }
+  PyObject* tensor_type = attribute(module, "Tensor");
+  PyObject* capsule = attribute(tensor_type, "__dlpack_c_exchange_api__");
+  auto* header = static_cast<DlExchangeHeader*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  PyErr_Clear();
+  while (header != nullptr && header->version.major != kDlpackMajor) header = header->prev_api;
+  if (header == nullptr) throw std::runtime_error("this torch offers no DLPack 1.x exchange API");
+  torch.exchange = reinterpret_cast<DlExchangeApi*>(header);
+  if (torch.exchange->dltensor_from_py_object_no_sync == nullptr || torch.exchange->current_work_stream == nullptr) {
+    throw std::runtime_error("this torch's DLPack exchange API lacks dltensor_from_py_object_no_sync");
+  }
+  torch.tensor_type = reinterpret_cast<PyTypeObject*>(tensor_type);
+  PyObject* internals = attribute(module, "_C");
+  torch.has_torch_function = attribute(internals, "_has_torch_function_unary");
+  torch.dispatch_stack = attribute(internals, "_len_torch_dispatch_stack");
+  torch.increment_version = attribute(internals, "_increment_version");
+  torch.is_neg = attribute(tensor_type, "is_neg");
+  torch.is_conj = attribute(tensor_type, "is_conj");
+  torch.requires_grad = attribute(tensor_type, "requires_grad");
+  torch.get_requires_grad =
+      reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(torch.requires_grad), Py_tp_descr_get));
+  if (torch.get_requires_grad == nullptr) throw std::runtime_error("Tensor.requires_grad is not a descriptor");
+  Py_DECREF(internals);
+  Py_DECREF(capsule);
+  Py_DECREF(module);
+}
+
+bool view_tensor(PyObject* object, TensorView* out) {
+  if (Py_TYPE(object) != torch.tensor_type) return false;
+  DlTensor tensor;
+  if (torch.exchange->dltensor_from_py_object_no_sync(object, &tensor) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  if (tensor.ndim > kMaxDims || tensor.data == nullptr || tensor.dtype.bits % 8 != 0) return false;
+  out->data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  out->device = tensor.device;
+  out->dtype = tensor.dtype;
+  out->ndim = tensor.ndim;
+  for (int i = 0; i < tensor.ndim; ++i) {
+    out->shape[i] = tensor.shape[i];
+    out->strides[i] = tensor.strides[i];
+  }
+  return true;
+}
+
+bool copies_bytes_only(PyObject* dst, const TensorView& dst_view, PyObject* src, const TensorView& src_view) {
+  if (is_true(torch.has_torch_function, dst) || is_true(torch.dispatch_stack, nullptr)) return false;
+  if (!is_integral(dst_view.dtype) && (requires_grad(dst) || requires_grad(src))) return false;
+  if (is_true(torch.is_neg, dst) || is_true(torch.is_neg, src)) return false;
+  const bool real = is_integral(src_view.dtype) || src_view.dtype.code == kDlFloat;
+  return real || !(is_true(torch.is_conj, dst) || is_true(torch.is_conj, src));
+}
+
+void bump_version(PyObject* dst) {
+  PyObject* tensors = PyTuple_Pack(1, dst);
+  PyObject* result = tensors != nullptr ? PyObject_Vectorcall(torch.increment_version, &tensors, 1, nullptr) : nullptr;
+  Py_XDECREF(tensors);
+  Py_XDECREF(result);
+  if (result == nullptr) PyErr_Clear();  // the copy is under way: there is no undoing it for a counter's sake
+}
+
+Stream cuda_current_stream(void*, int index) {
+  void* stream = nullptr;
+  if (torch.exchange->current_work_stream(kDlCuda, index, &stream) != 0) {
+    PyErr_Clear();
+    throw std::runtime_error("torch has no current stream for cuda:" + std::to_string(index));
+  }
+  return stream;
+}
+
+PyObject* tensor_over_slot(const LeaseRef& lease, void* data, DlDevice device, int ndim, const std::int64_t* shape,
+                           DlDataType dtype) {
+  auto self = std::make_unique<SlotTensor>();
+  self->shape.assign(shape, shape + ndim);
+  self->strides.resize(self->shape.size());
+  std::int64_t stride = 1;
+  for (int i = ndim - 1; i >= 0; --i) {
+    self->strides[i] = stride;
+    stride *= shape[i] > 0 ? shape[i] : 1;
+  }
+  self->lease = lease;
+  DlManagedTensor& managed = self->managed;
+  managed.version = {kDlpackMajor, 0};
+  managed.manager_ctx = self.get();
+  managed.deleter = &SlotTensor::destroy;
+  managed.dl_tensor = {data, device, ndim, dtype, self->shape.data(), self->strides.data(), 0};
+  lease.pool->tensor_born(lease);
+  void* object = nullptr;
+  // torch owns `managed` from here on, and calls the deleter also when it fails.
+  if (torch.exchange->managed_tensor_to_py_object_no_sync(&self.release()->managed, &object) != 0) return nullptr;
+  return static_cast<PyObject*>(object);
+}
+
+}  // namespace pinstage

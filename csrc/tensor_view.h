@@ -1,0 +1,55 @@
+// Copyright (c) 2026 The pinstage authors.
+// SPDX-License-Identifier: Apache-2.0
+//
+// torch tensors without linking torch: read and made through the DLPack C exchange API of torch.Tensor (50-70 ns a
+// tensor), plus the few Python entry points that tell what DLPack does not carry. Every function needs the GIL, and none
+// runs under a lock of ours.
+#pragma once
+
+#include <cstdint>
+
+#include "copy_plan.h"
+#include "dlpack.h"
+
+struct _object;  // PyObject
+
+namespace pinstage {
+
+struct LeaseRef;
+
+// Shape and strides are copies: they stay valid when the GIL is released and another thread resizes the tensor.
+struct TensorView {
+  char* data = nullptr;
+  DlDevice device{};
+  DlDataType dtype{};
+  int ndim = 0;
+  std::int64_t shape[kMaxDims];
+  std::int64_t strides[kMaxDims];  // in elements
+
+  std::size_t itemsize() const noexcept { return dtype.bits / 8 * std::size_t{dtype.lanes}; }
+  std::int64_t numel() const noexcept;
+  std::size_t nbytes() const noexcept { return static_cast<std::size_t>(numel()) * itemsize(); }
+  bool contiguous() const noexcept;  // strides of dimensions of size 1 do not matter
+  bool same_shape(const TensorView& other) const noexcept;
+};
+
+// Looks torch's entry points up, once, at import. Throws std::runtime_error when torch is older than 2.10.
+void load_torch();
+
+// False when `object` is not exactly a torch.Tensor, or not one that these bytes alone describe: more than kMaxDims
+// dimensions, a dtype that DLPack lacks, null data (functionalized and zero tensors), bits packed below a byte.
+bool view_tensor(_object* object, TensorView* out);
+// True when torch would do nothing on `dst.copy_(src)` but copy bytes: no mode is active, autograd does not watch, no
+// conjugate or negative bit is set.
+bool copies_bytes_only(_object* dst, const TensorView& dst_view, _object* src, const TensorView& src_view);
+// What torch does to dst after an in-place write. Inference tensors have no version.
+void bump_version(_object* dst);
+
+Stream cuda_current_stream(void* unused, int index);
+
+// A tensor over `data`, the bytes of an open lease as `device` addresses them; the slot is not reused while it or a view
+// of it lives. New reference, or nullptr with a Python error set.
+_object* tensor_over_slot(const LeaseRef& lease, void* data, DlDevice device, int ndim, const std::int64_t* shape,
+                          DlDataType dtype);
+
+}  // namespace pinstage

@@ -1,0 +1,49 @@
+# Copyright (c) 2026 The pinstage authors.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Pinned staging for asynchronous host-to-device copies in PyTorch.
+
+An asynchronous copy reads its source when it executes, not when it is enqueued. pinstage keeps the source valid until
+then, for less host time than the unguarded copy costs. Three contracts say who may write the source, and when:
+
+    snapshot   copy_, copy_rows_, gather_rows      the caller, as soon as the call returns
+    handover   StagingPool.lease, DoubleBuffer     the caller, until the hand-over; then nobody until the fence passed
+    borrow     keep_alive                          nobody until the ticket is done
+"""
+
+from __future__ import annotations
+
+from pinstage.copy import copy_, copy_rows_
+from pinstage.double_buffer import DoubleBuffer
+from pinstage.errors import (
+    CaptureError,
+    DriverError,
+    ForkedError,
+    LeaseStateError,
+    PinstageError,
+    PoolExhausted,
+    WaitTimeout,
+)
+from pinstage.gather import gather_rows
+from pinstage.pool import Lease, PoolStats, StagingPool, default_pool
+from pinstage.ticket import Ticket, keep_alive
+
+__all__ = [
+    "CaptureError",
+    "DoubleBuffer",
+    "DriverError",
+    "ForkedError",
+    "Lease",
+    "LeaseStateError",
+    "PinstageError",
+    "PoolExhausted",
+    "PoolStats",
+    "StagingPool",
+    "Ticket",
+    "WaitTimeout",
+    "copy_",
+    "copy_rows_",
+    "default_pool",
+    "gather_rows",
+    "keep_alive",
+]

@@ -1,0 +1,178 @@
+# Copyright (c) 2026 The pinstage authors.
+# SPDX-License-Identifier: Apache-2.0
+
+"""`copy_` and `copy_rows_`: asynchronous copies whose source may be written as soon as they return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pinstage import _core
+from pinstage.devices import holding
+from pinstage.dtypes import stageable
+from pinstage.gather import as_host_tensor, as_index, check_rows, gather_rows
+from pinstage.pool import StagingPool, default_pool
+
+
+def copy_(dst: torch.Tensor, src: Any, non_blocking: bool = True, *, pool: StagingPool | None = None) -> torch.Tensor:
+    """Copies like ``dst.copy_(src, non_blocking=True)``, and `src` may be written at once (contract: snapshot).
+
+    The bytes of `src` are copied into a pinned slot before the call returns; the device reads the slot, on the current
+    stream of dst's device. What torch takes is taken: any CPU source (pageable or pinned, strided, expanded, of another
+    dtype, a NumPy array), any destination. Copies that are not host to device go to torch as they are.
+
+    Args:
+        dst: tensor on a CUDA device, of any strides and dtype.
+        src: tensor or NumPy array that broadcasts to dst's shape.
+        non_blocking: False waits until the copy is done, as torch does.
+        pool: the staging pool; None is the default pool of dst's device.
+
+    Returns:
+        dst.
+
+    Raises:
+        RuntimeError: shapes that do not broadcast, and all else that ``Tensor.copy_`` refuses, as torch raises it.
+        CaptureError: the stream is being captured into a CUDA graph. Nothing was enqueued.
+        PoolExhausted: no room in the pool, see `StagingPool.lease`.
+        ValueError: `pool` is of another device than dst.
+        DriverError: the driver refused.
+
+    Example:
+        >>> import torch, pinstage
+        >>> from pinstage.testing import SimulatedDevice
+        >>> with SimulatedDevice(schedule="late") as dev:
+        ...     table, dst = torch.arange(4), dev.empty((4,), torch.int64)
+        ...     _ = pinstage.copy_(dst, table)
+        ...     _ = table.fill_(-1)  # at once: the copy has not run yet
+        ...     dev.synchronize()
+        ...     dst.tolist()
+        [0, 1, 2, 3]
+    """
+    if non_blocking and _core.try_copy(dst, src, pool):
+        return dst
+    return _copy_generally(dst, src, non_blocking, pool)
+
+
+def _copy_generally(dst: torch.Tensor, src: Any, non_blocking: bool, pool: StagingPool | None) -> torch.Tensor:
+    """Everything that is not one dense block of one dtype, and everything that torch must see itself."""
+    if not isinstance(dst, torch.Tensor):
+        raise TypeError(f"dst must be a torch.Tensor, not {type(dst).__name__}")
+    src = as_host_tensor(src, "src")
+    device = holding(dst)
+    if device is None or src.device.type != "cpu" or holding(src) is not None:
+        return _leave_to_torch(dst, src, non_blocking)
+    device.require_not_capturing(device.current_stream)
+    pool = _pool_of(device, pool)
+    if _torch_must_see(dst, src) or (not non_blocking and device.simulation is None):
+        # Blocking: a pinned source passed on unguarded would be the race that this library exists to end.
+        return _leave_to_torch(dst, src, non_blocking=False)
+    if not _core.try_copy(dst, src, pool):
+        with pool.lease(tuple(dst.shape), dst.dtype) as lease:
+            with torch.no_grad():
+                lease.fill_with(lambda slot: slot.copy_(src))
+            lease.copy_to(dst)
+    if not non_blocking:
+        device.fence(device.current_stream).wait()
+    return dst
+
+
+def _pool_of(device: _core.Device, pool: StagingPool | None) -> StagingPool:
+    if pool is None:
+        return default_pool(device)
+    if pool.device is not device:
+        raise ValueError(f"the pool is of {pool.device.name}, dst on {device.name}; use a pool of dst's device")
+    return pool
+
+
+def _leave_to_torch(dst: torch.Tensor, src: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+    # torch knows nothing of a simulated device's streams: what is queued there goes first.
+    for device in (holding(dst), holding(src)):
+        if device is not None and device.simulation is not None:
+            device.fence(device.current_stream).wait()
+    return dst.copy_(src, non_blocking=non_blocking)
+
+
+def _torch_must_see(dst: torch.Tensor, src: torch.Tensor) -> bool:
+    """True for what changes the meaning of a copy, has no plain bytes, or is an error that torch words best."""
+    return (
+        any(
+            type(tensor) is not torch.Tensor
+            or tensor.layout != torch.strided
+            or not stageable(tensor.dtype)
+            or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+            or torch._is_functional_tensor(tensor)
+            or tensor._is_zerotensor()
+            for tensor in (dst, src)
+        )
+        or (torch.is_grad_enabled() and (dst.requires_grad or src.requires_grad))
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._len_torch_dispatch_stack() > 0
+        or dst.numel() == 0
+        or torch._debug_has_internal_overlap(dst) == 1
+    )
+
+
+def copy_rows_(
+    dst: torch.Tensor,
+    src: Any,
+    index: Any,
+    *,
+    dim: int = 0,
+    pool: StagingPool | None = None,
+) -> torch.Tensor:
+    """Copies rows of a host table: ``dst.narrow(dim, 0, len(index)) <- src.index_select(dim, index)`` (contract: snapshot).
+
+    The rows are gathered straight into a pinned slot; `src` and `index` may be written as soon as the call returns.
+
+    Args:
+        dst: tensor on a CUDA device, of src's dtype and of its shape except along `dim`, where it has at least
+            ``len(index)``. Rows past that are left alone.
+        src: CPU tensor or NumPy array, the table.
+        index: rows to take, in order, repeats allowed: 1-D int32 or int64 CPU tensor, NumPy array, or list of ints.
+        dim: the dimension that `index` counts along.
+        pool: the staging pool; None is the default pool of dst's device.
+
+    Returns:
+        dst.
+
+    Raises:
+        IndexError: an index is negative or past the table; the message names the first and its position. Also a bad `dim`.
+        ValueError: shapes or dtypes that do not fit, dst too small, or a pool of another device.
+        TypeError: an index that is not of integers.
+        CaptureError, PoolExhausted, DriverError: as `copy_`. Whatever is raised, dst was not written.
+
+    Example:
+        >>> import torch, pinstage
+        >>> from pinstage.testing import SimulatedDevice
+        >>> with SimulatedDevice() as dev:
+        ...     table = torch.arange(8).reshape(4, 2)
+        ...     dst = dev.empty((3, 2), torch.int64)
+        ...     _ = pinstage.copy_rows_(dst, table, [3, 0, 3])
+        ...     dev.synchronize()
+        ...     dst.tolist()
+        [[6, 7], [0, 1], [6, 7]]
+    """
+    if _core.try_copy_rows(dst, src, index, dim, pool):
+        return dst
+    src, index = as_host_tensor(src, "src"), as_index(index)
+    dim = check_rows(dst, src, index, dim, exact=False)
+    part = dst.narrow(dim, 0, index.numel())
+    device = holding(dst)
+    if device is None:
+        if dst.device.type != "cpu":
+            raise ValueError(f"dst is on {dst.device}; copy_rows_ writes CUDA (or host) tensors")
+        part.copy_(gather_rows(src, index, dim=dim))
+        return dst
+    device.require_not_capturing(device.current_stream)
+    pool = _pool_of(device, pool)
+    if part.numel() == 0 or _core.try_copy_rows(dst, src, index, dim, pool):
+        return dst
+    if _torch_must_see(part, src):
+        return _leave_to_torch(part, gather_rows(src, index, dim=dim), non_blocking=False)
+    with pool.lease(tuple(part.shape), dst.dtype) as lease:
+        lease.fill_with(lambda slot: gather_rows(src, index, dim=dim, out=slot))
+        lease.copy_to(part)
+    return dst

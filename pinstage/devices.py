@@ -1,0 +1,120 @@
+# Copyright (c) 2026 The pinstage authors.
+# SPDX-License-Identifier: Apache-2.0
+
+"""From what a caller passes as `device=` and `stream=` to the core's devices and stream handles."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from typing import Any, Protocol, Union
+
+import torch
+from typing_extensions import TypeAlias
+
+from pinstage import _core, cuda
+from pinstage.errors import DriverError
+
+
+class SupportsCudaStream(Protocol):
+    """An object that offers its stream by the ``__cuda_stream__`` protocol of cuda-python."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """(protocol version, stream handle)."""
+
+
+StreamLike: TypeAlias = Union["torch.cuda.Stream", int, SupportsCudaStream]
+# A torch device, its name or number, or a pinstage.testing.SimulatedDevice (known by its `_core`).
+DeviceLike: TypeAlias = Any
+
+_cuda_devices: dict[int, _core.Device] = {}
+_simulated_devices: dict[int, _core.Device] = {}  # by id(); each Device keeps its simulation alive
+
+
+def resolve(device: DeviceLike = None) -> _core.Device:
+    """The core's device for `device`; None means the current one, as torch sees it.
+
+    Raises:
+        DriverError: no such GPU, or no driver.
+        ValueError: not a CUDA device.
+    """
+    if isinstance(device, _core.Device):
+        return device
+    simulation = getattr(device, "_core", None)
+    if device is None and not torch.cuda.is_available():
+        simulation = _core.SimulatedDevice.current()
+    if isinstance(simulation, _core.SimulatedDevice):
+        return _simulated(simulation)
+    if isinstance(device, int):
+        index = device
+    else:
+        named = torch.device("cuda" if device is None else device)
+        if named.type != "cuda":
+            raise ValueError(f"pinstage copies to CUDA devices (or a SimulatedDevice), not to {named}")
+        index = torch.cuda.current_device() if named.index is None else named.index
+    if index not in _cuda_devices:
+        _cuda_devices[index] = cuda.open_device(index)
+    return _cuda_devices[index]
+
+
+def _simulated(simulation: _core.SimulatedDevice) -> _core.Device:
+    core = _simulated_devices.get(id(simulation))
+    if core is None:
+        if simulation.closed:
+            raise DriverError(f"simulated:{simulation.index} is closed; use a device that is open")
+        for key, other in list(_simulated_devices.items()):
+            if other.simulation.closed:
+                _simulated_devices.pop(key, None)
+                other.shutdown()
+        core = _simulated_devices[id(simulation)] = _core.Device.simulated(simulation)
+    return core
+
+
+def holding(tensor: torch.Tensor) -> _core.Device | None:
+    """The device whose memory `tensor` lies in, or None for host memory."""
+    if tensor.device.type == "cuda":
+        return resolve(tensor.device)
+    if tensor.device.type != "cpu" or _core.SimulatedDevice.live() == 0:
+        return None
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # no storage: a fake or functional tensor
+        return None
+    simulation = _core.simulated_device_at(address)
+    return None if simulation is None else _simulated(simulation)
+
+
+def stream_handle(stream: StreamLike) -> int:
+    """The driver's handle of a stream argument.
+
+    Raises:
+        TypeError: not a torch stream, an int handle, or an object with ``__cuda_stream__``.
+    """
+    if isinstance(stream, int):
+        return stream
+    if isinstance(stream, torch.cuda.Stream):
+        return int(stream.cuda_stream)
+    if hasattr(stream, "__cuda_stream__"):
+        return int(stream.__cuda_stream__()[1])
+    raise TypeError(f"a stream is a torch.cuda.Stream, an int handle or has __cuda_stream__; got {type(stream).__name__}")
+
+
+def run_on_stream(core: _core.Device, step: Callable[[], object], *, writes: torch.Tensor) -> None:
+    """Runs device-side torch work in order on the device's current stream; `writes` is the tensor that it writes."""
+    if core.simulation is None:
+        step()
+        return
+
+    def kernel() -> None:
+        with torch.autograd._unsafe_preserve_version_counter(writes), torch.no_grad():
+            step()
+
+    core.simulation.launch(core.current_stream, kernel)
+    torch._C._increment_version([writes])  # now, as torch counts a write when it is enqueued
+
+
+@atexit.register
+def _shut_down() -> None:
+    # Tensors and pools may outlive the driver; from here on none of them calls it.
+    for core in (*_cuda_devices.values(), *_simulated_devices.values()):
+        core.shutdown()
