@@ -59,8 +59,9 @@ void select_isa(const char* name) {
   for (const Kernels* k : kAll) {
     if (std::string(name) != k->name) continue;
     if (!k->supported()) {
-      throw std::invalid_argument("instruction set '" + std::string(name) + "' is not supported by this CPU; use one of: " +
-                                  valid_names() + ", or leave PINSTAGE_ISA unset");
+      throw std::invalid_argument("instruction set '" + std::string(name) +
+                                  "' is not supported by this CPU; use one of: " + valid_names() +
+                                  ", or leave PINSTAGE_ISA unset");
     }
     g_active.store(k, std::memory_order_relaxed);
     return;

@@ -2,8 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gather.h"
 
-#include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "cpu.h"
 #include "gather_kernels.h"
@@ -11,21 +11,46 @@
 namespace pinstage {
 namespace {
 
-constexpr std::int64_t kNever = std::int64_t{1} << 62;
+constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 
-// Row and output sizes, in bytes, from which a regime is chosen.
+// From how many bytes on which regime pays. Short rows of less than kMinBlockRow bytes have one loop each, always
+// plain.
+//
+// A plain store into a cold line reads it first, a non-temporal one does not, but leaves the line in DRAM, where the
+// copy engine must fetch it. So outputs that fit the last-level cache are stored plainly, and hot slots stay hot.
 struct Thresholds {
-  std::int64_t stream_output;    // outputs from here may use non-temporal stores
-  std::int64_t stream_short_max; // rows up to here do so by kStream,
-  std::int64_t stream_long_min;  // rows from here by kStreamLong; those between stay plain
-  std::int64_t libc_row;         // plain rows from here go by memcpy
+  std::int64_t stream_output;     // outputs from here may use non-temporal stores:
+  std::int64_t stream_short_row;  // rows up to here by kStream,
+  std::int64_t stream_long_row;   // rows from here by kStreamLong; those between are stored plainly
+  std::int64_t libc_row;          // plain rows from here go by memcpy
 };
-constexpr Thresholds kThresholds[] = {
-    {kNever, 0, kNever, 2048},
-    {6 << 20, 8191, 8192, 4097},
-    {8 << 20, 512, 2048, kNever},
-};
-constexpr std::size_t kStreamCopyBytes = 256 << 10;
+
+constexpr Thresholds thresholds(Isa isa) noexcept {
+  switch (isa) {
+    case Isa::kAvx2:
+      // AMD Zen 3, 2 cores, 32 MB L3, cold table, 4 KB pages. Non-temporal stores win at every row size past 6 MB;
+      // below, memcpy is ahead of our loop from rows of more than 4 KB.
+      return {6 << 20, (8 << 10) - 1, 8 << 10, (4 << 10) + 1};
+    case Isa::kAvx512:
+      // Intel Ice Lake server, 2 cores, 48 MB L3, cold table, 4 KB pages; against memcpy row by row. Non-temporal
+      // against plain at 64 MB: 1.5x and 1.2x (rows 64 B), 1.2 and 1.1 (256 B), 1.4 and 1.6 (1 KB), 1.3 and 1.25
+      // (2 KB), 1.2 and 1.0 (4 KB), 1.5 and 1.0 (16 KB); at 8 MB they are even, at 1 MB it is 0.8 and 1.1 for 4 KB.
+      // Plain stores of whole lines keep ahead of memcpy at every size: 1.03-1.1 for rows >= 4 KB, 1.65 for 1 KB.
+      return {8 << 20, 512, 2 << 10, kNever};
+    case Isa::kPortable:
+      break;
+  }
+  // No non-temporal stores, and libc's memcpy has the vectors that portable code lacks.
+  return {kNever, 0, kNever, 2 << 10};
+}
+
+// Rows that do not lie on whole lines begin and end with a line that is half streamed, half plain: below this size that
+// costs more than streaming gains (Ice Lake, 64 MB: 0.95x of plain for 2.5 KB, 1.15x for 10 KB, 1.45x for 20 KB).
+constexpr std::int64_t kStreamUnalignedRow = 8 << 10;
+
+// copy_bytes: from here by non-temporal stores. memcpy itself is faster by them above this size (device host, 16
+// cores); whether DMA then reads the bytes faster from DRAM or from L3 decides, so it is for the device to say.
+constexpr std::size_t kStreamCopy = 256 << 10;
 
 template <class Index>
 std::int64_t scan_bad_index(const void* index, std::int64_t stride, std::int64_t count, std::int64_t rows) noexcept {
@@ -40,13 +65,20 @@ std::int64_t scan_bad_index(const void* index, std::int64_t stride, std::int64_t
 
 Regime short_regime(std::int64_t row_bytes) noexcept {
   switch (row_bytes) {
-    case 1: return Regime::kRow1;
-    case 2: return Regime::kRow2;
-    case 4: return Regime::kRow4;
-    case 8: return Regime::kRow8;
-    case 16: return Regime::kRow16;
-    case 32: return Regime::kRow32;
-    default: return Regime::kShort;
+    case 1:
+      return Regime::kRow1;
+    case 2:
+      return Regime::kRow2;
+    case 4:
+      return Regime::kRow4;
+    case 8:
+      return Regime::kRow8;
+    case 16:
+      return Regime::kRow16;
+    case 32:
+      return Regime::kRow32;
+    default:
+      return Regime::kShort;
   }
 }
 
@@ -64,23 +96,24 @@ bool rows_on_lines(const Gather& g) noexcept {
 
 }  // namespace
 
-Regime choose_regime(const Gather& g, const Kernels& kernels) noexcept {
+Regime choose_regime(const Gather& g, Isa isa) noexcept {
   if (g.row_bytes < static_cast<std::int64_t>(kernels::kMinBlockRow)) return short_regime(g.row_bytes);
-  const Thresholds& t = kThresholds[static_cast<int>(kernels.isa)];
+  const Thresholds t = thresholds(isa);
   if (g.outer * g.count * g.row_bytes >= t.stream_output) {
-    if (g.row_bytes >= t.stream_long_min) return Regime::kStreamLong;
-    if (g.row_bytes <= t.stream_short_max && rows_on_lines(g)) return Regime::kStream;
+    const bool on_lines = rows_on_lines(g);
+    if (on_lines && g.row_bytes <= t.stream_short_row) return Regime::kStream;
+    if (g.row_bytes >= (on_lines ? t.stream_long_row : kStreamUnalignedRow)) return Regime::kStreamLong;
   }
   return plain_regime(g.row_bytes, t.libc_row);
 }
 
-RangeKernel choose_range_kernel(const Gather& g) noexcept {
-  const Kernels& kernels = active_kernels();
-  return kernels.range[static_cast<int>(choose_regime(g, kernels))][g.index_is_64 ? 1 : 0];
+GatherRange gather_range_for(const Gather& g) noexcept {
+  const Kernels& table = active_kernels();
+  return table.range[static_cast<int>(choose_regime(g, table.isa))][g.index_is_64 ? 1 : 0];
 }
 
 void gather(const Gather& g) noexcept {
-  const RangeKernel range = choose_range_kernel(g);
+  const GatherRange range = gather_range_for(g);
   for (std::int64_t outer = 0; outer < g.outer; ++outer) range(g, outer, 0, g.count);
 }
 
@@ -92,7 +125,7 @@ std::int64_t first_bad_index(const void* index, bool is_64, std::int64_t stride,
 }
 
 void copy_bytes(void* dst, const void* src, std::size_t nbytes) noexcept {
-  if (nbytes <= kStreamCopyBytes) {
+  if (nbytes <= kStreamCopy) {
     std::memcpy(dst, src, nbytes);
   } else {
     active_kernels().stream(static_cast<char*>(dst), static_cast<const char*>(src), nbytes);

@@ -14,12 +14,12 @@ struct Gather {
   std::int64_t src_rows;        // rows that may be indexed
   std::int64_t src_row_stride;  // bytes between rows; any value, negative included
   std::int64_t src_outer_stride;
-  char* dst;                    // rows lie dst_row_stride apart
+  char* dst;  // rows lie dst_row_stride apart
   std::int64_t dst_row_stride;
   std::int64_t dst_outer_stride;
-  std::int64_t outer;           // how many times the gather repeats
+  std::int64_t outer;  // how many times the gather repeats
   std::int64_t row_bytes;
-  const void* index;            // int32 or int64, `count` of them, index_stride elements apart
+  const void* index;  // int32 or int64, `count` of them, index_stride elements apart
   std::int64_t index_stride;
   bool index_is_64;
   std::int64_t count;
@@ -31,6 +31,14 @@ std::int64_t first_bad_index(const void* index, bool is_64, std::int64_t stride,
 
 // The index must have been checked. dst and src must not overlap.
 void gather(const Gather& g) noexcept;
+
+// Copies rows [begin, end) of one outer index. Its stores come before whatever the calling thread publishes afterwards,
+// the fence after non-temporal ones included.
+using GatherRange = void (*)(const Gather& g, std::int64_t outer, std::int64_t begin, std::int64_t end) noexcept;
+
+// The loop that suits `g` as a whole. gather() calls it for all rows of each outer index; a team asks once and calls it
+// for parts of them, with the same `g`.
+GatherRange gather_range_for(const Gather& g) noexcept;
 
 // Plain copy of a contiguous block into a slot, by the kernel that suits its size.
 void copy_bytes(void* dst, const void* src, std::size_t nbytes) noexcept;

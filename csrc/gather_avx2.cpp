@@ -30,7 +30,8 @@ struct Avx2 {
   static bool supported() noexcept { return __builtin_cpu_supports("avx2") != 0; }
 
   template <class Index, class Row>
-  PINSTAGE_TARGET static void range(const Gather& g, std::int64_t outer, std::int64_t begin, std::int64_t end) noexcept {
+  PINSTAGE_TARGET static void range(const Gather& g, std::int64_t outer, std::int64_t begin,
+                                    std::int64_t end) noexcept {
     kernels::gather_range<Index, Row>(g, outer, begin, end);
   }
 
@@ -46,7 +47,7 @@ struct Avx2 {
 
 }  // namespace
 
-const Kernels kAvx2Kernels = kernels::make_kernels<Avx2>(Isa::kAvx2, "avx2");
+constexpr Kernels kAvx2Kernels = kernels::make_kernels<Avx2>(Isa::kAvx2, "avx2");
 
 }  // namespace pinstage
 

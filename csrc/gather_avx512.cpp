@@ -27,13 +27,14 @@ struct Avx512 {
 
   static constexpr kernels::Hint kStreamHint = kernels::kNonTemporal;
 
-  static bool supported() noexcept { 
+  static bool supported() noexcept {
     return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
            __builtin_cpu_supports("avx512vl") != 0;
-   }
+  }
 
   template <class Index, class Row>
-  PINSTAGE_TARGET static void range(const Gather& g, std::int64_t outer, std::int64_t begin, std::int64_t end) noexcept {
+  PINSTAGE_TARGET static void range(const Gather& g, std::int64_t outer, std::int64_t begin,
+                                    std::int64_t end) noexcept {
     kernels::gather_range<Index, Row>(g, outer, begin, end);
   }
 
@@ -49,7 +50,7 @@ struct Avx512 {
 
 }  // namespace
 
-const Kernels kAvx512Kernels = kernels::make_kernels<Avx512>(Isa::kAvx512, "avx512");
+constexpr Kernels kAvx512Kernels = kernels::make_kernels<Avx512>(Isa::kAvx512, "avx512");
 
 }  // namespace pinstage
 

@@ -29,13 +29,11 @@ struct Portable {
     return kernels::all_inside<Signed, Unsigned>(index, count, rows);
   }
 
-  static void stream(char* dst, const char* src, std::size_t nbytes) noexcept {
-    std::memcpy(dst, src, nbytes);
-  }
+  static void stream(char* dst, const char* src, std::size_t nbytes) noexcept { std::memcpy(dst, src, nbytes); }
 };
 
 }  // namespace
 
-const Kernels kPortableKernels = kernels::make_kernels<Portable>(Isa::kPortable, "portable");
+constexpr Kernels kPortableKernels = kernels::make_kernels<Portable>(Isa::kPortable, "portable");
 
 }  // namespace pinstage

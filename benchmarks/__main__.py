@@ -1,0 +1,29 @@
+# Copyright (c) 2026 The pinstage authors.
+# SPDX-License-Identifier: Apache-2.0
+
+"""python benchmarks SUITE [options]: what staging costs, measured on this machine. Suites are the modules beside this file."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+SUITES = {
+    "overhead": "host time of copy_ against what users write today, and the driver floor",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python benchmarks", description=__doc__)
+    suites = parser.add_subparsers(dest="suite", required=True, metavar="SUITE")
+    for name, purpose in SUITES.items():
+        suite = suites.add_parser(name, help=purpose, description=purpose)
+        suite.add_argument("--json", metavar="FILE", help="write figures and conditions to FILE")
+        importlib.import_module(name).add_arguments(suite)
+    args = parser.parse_args()
+    return importlib.import_module(args.suite).run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+# Copyright (c) 2026 The pinstage authors.
+# SPDX-License-Identifier: Apache-2.0
+
+"""Timing that survives a wandering clock: all variants take turns in one run, medians, and ratios between them."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Call = Callable[[int], object]
+
+
+def interleaved(
+    variants: Mapping[str, Call], rounds: int, *, synchronize: Callable[[], object], every: int = 16, warmup: int = 64
+) -> dict[str, float]:
+    """Median host time of each variant in µs; variants run in turn, and each round begins with another one.
+
+    Args:
+        variants: called with the number of the round. One that returns a float has timed itself (in ns).
+        rounds: how often each runs.
+        synchronize: empties the device's queue, outside the timing, every `every` rounds.
+    """
+    names = list(variants)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(-warmup, rounds):
+        if i % every == 0:
+            synchronize()
+        for j in range(len(names)):
+            name = names[(i + j) % len(names)]
+            call = variants[name]
+            start = time.perf_counter_ns()
+            result = call(i)
+            elapsed = time.perf_counter_ns() - start
+            if i >= 0:
+                times[name].append(result if isinstance(result, float) else elapsed)
+    synchronize()
+    return {name: statistics.median(samples) / 1e3 for name, samples in times.items()}
+
+
+def conditions() -> dict[str, Any]:
+    """What a figure depends on."""
+    found: dict[str, Any] = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu": _cpu(),
+        "commit": _commit(),
+    }
+    if torch.cuda.is_available():
+        found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": _driver()}
+    return found
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _driver() -> str:
+    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+
+
+def _commit() -> str:
+    return _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
+
+
+def size_name(nbytes: int) -> str:
+    """256 B, 4 KB, 1 MB."""
+    for unit, factor in (("MB", 1 << 20), ("KB", 1 << 10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:g} {unit}"
+    return f"{nbytes} B"
+
+
+def print_table(header: list[str], rows: list[list[str]]) -> None:
+    """Plain aligned columns."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, *rows]:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def write_json(path: str | None, suite: str, figures: Any) -> None:
+    """Figures with their conditions."""
+    if path is not None:
+        Path(path).write_text(json.dumps({"suite": suite, "conditions": conditions(), "figures": figures}, indent=1) + "\n")
