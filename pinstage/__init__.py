@@ -13,7 +13,6 @@ then, for less host time than the unguarded copy costs. Three contracts say who 
 
 from __future__ import annotations
 
-from pinstage import cuda
 from pinstage.copy import copy_, copy_rows_
 from pinstage.double_buffer import DoubleBuffer
 from pinstage.errors import (
