@@ -13,38 +13,47 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 Call = Callable[[int], object]
 
 
+class Host(NamedTuple):
+    """Host time of one call, in µs."""
+
+    median: float
+    mean: float
+
+
 def interleaved(
-    variants: Mapping[str, Call], rounds: int, *, synchronize: Callable[[], object], every: int = 16, warmup: int = 64
-) -> dict[str, float]:
-    """Median host time of each variant in µs; variants run in turn, and each round begins with another one.
+    variants: Mapping[str, Call], rounds: int, *, synchronize: Callable[[], object], block: int = 16, warmup: int = 4
+) -> dict[str, Host]:
+    """Host time of each variant: blocks of calls in turn, and each round of blocks begins with another variant.
 
     Args:
-        variants: called with the number of the round. One that returns a float has timed itself (in ns).
-        rounds: how often each runs.
-        synchronize: empties the device's queue, outside the timing, every `every` rounds.
+        variants: called with a running number. One that returns a float has timed itself (in ns).
+        rounds: blocks of each variant.
+        synchronize: empties the device's queue before each block, outside the timing.
+        block: calls a block. 1 lets every call find the caches as the other variants left them.
+        warmup: rounds left out.
     """
     names = list(variants)
     times: dict[str, list[float]] = {name: [] for name in names}
     for i in range(-warmup, rounds):
-        if i % every == 0:
-            synchronize()
         for j in range(len(names)):
             name = names[(i + j) % len(names)]
             call = variants[name]
-            start = time.perf_counter_ns()
-            result = call(i)
-            elapsed = time.perf_counter_ns() - start
-            if i >= 0:
-                times[name].append(result if isinstance(result, float) else elapsed)
+            synchronize()
+            for k in range(block):
+                start = time.perf_counter_ns()
+                result = call(k)
+                elapsed = time.perf_counter_ns() - start
+                if i >= 0:
+                    times[name].append(result if isinstance(result, float) else elapsed)
     synchronize()
-    return {name: statistics.median(samples) / 1e3 for name, samples in times.items()}
+    return {name: Host(statistics.median(v) / 1e3, statistics.fmean(v) / 1e3) for name, v in times.items()}
 
 
 def conditions() -> dict[str, Any]:

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from measure import Call, interleaved, print_table, size_name, write_json
+from measure import Call, Host, interleaved, print_table, size_name, write_json
 
 import pinstage
 
@@ -21,7 +21,8 @@ SIZES = (256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=1500, help="calls of each variant and size (a quarter from 1 MB on)")
+    parser.add_argument("--rounds", type=int, default=100, help="blocks of each variant and size (a quarter from 1 MB on)")
+    parser.add_argument("--block", type=int, default=16, help="calls of one variant before the next one's turn")
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, metavar="BYTES")
 
 
@@ -121,6 +122,10 @@ def leases() -> dict[str, Call]:
     return {"lease + retire": lease_retire, "lease + tensor + retire": lease_tensor_retire, "lease + copy_to": lease_copy}
 
 
+def spell(time: Host) -> str:
+    return f"{time.median:.2f} ({time.mean:.2f})"
+
+
 def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("overhead measures a GPU, and there is none here")
@@ -131,10 +136,10 @@ def run(args: argparse.Namespace) -> int:
     figures = []
     for nbytes in args.sizes:
         calls = variants(nbytes)
-        interleaved(calls, 64, synchronize=torch.cuda.synchronize)
+        interleaved(calls, 4, synchronize=torch.cuda.synchronize)
         before = pool.stats()
-        rounds = args.rounds if nbytes < 1 << 20 else args.rounds // 4
-        times = interleaved(calls, rounds, synchronize=torch.cuda.synchronize)
+        rounds = (args.rounds if nbytes < 1 << 20 else args.rounds // 4) * 16 // args.block
+        times = interleaved(calls, rounds, synchronize=torch.cuda.synchronize, block=args.block)
         after = pool.stats()
         figures.append(
             {
@@ -144,18 +149,18 @@ def run(args: argparse.Namespace) -> int:
                 "events_created": after.events_created - before.events_created,
             }
         )
-    lease_times = interleaved(leases(), args.rounds, synchronize=torch.cuda.synchronize)
+    lease_times = interleaved(leases(), args.rounds, synchronize=torch.cuda.synchronize, block=args.block)
     names = list(figures[0]["us"])
-    print("median host time of one call, µs")
-    print_table(["bytes", *names], [[size_name(f["bytes"]), *(f"{f['us'][n]:.2f}" for n in names)] for f in figures])
-    print("\ncopy_ as a ratio, and what the steady state allocated")
+    print("median (mean) host time of one call, µs")
+    print_table(["bytes", *names], [[size_name(f["bytes"]), *map(spell, f["us"].values())] for f in figures])
+    print("\ncopy_ as a ratio of medians, and what the steady state allocated")
     ratios = [n for n in ("bare", "fresh pinned", "floor") if n in names]
     print_table(
         ["bytes", *(f"/ {n}" for n in ratios), "host allocations", "events created"],
         [
             [
                 size_name(f["bytes"]),
-                *(f"{f['us']['copy_'] / f['us'][n]:.2f}" for n in ratios),
+                *(f"{f['us']['copy_'].median / f['us'][n].median:.2f}" for n in ratios),
                 str(f["host_allocations"]),
                 str(f["events_created"]),
             ]
@@ -163,6 +168,6 @@ def run(args: argparse.Namespace) -> int:
         ],
     )
     print("\na 4 KB lease through Python, µs")
-    print_table(list(lease_times), [[f"{t:.2f}" for t in lease_times.values()]])
+    print_table(list(lease_times), [list(map(spell, lease_times.values()))])
     write_json(args.json, "overhead", {"sizes": figures, "leases": lease_times})
     return 0

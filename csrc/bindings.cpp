@@ -34,7 +34,12 @@ bool signal_raised() {
   return PyErr_CheckSignals() != 0;
 }
 
-Wait wait_for(std::optional<double> timeout) { return {timeout.has_value() ? *timeout : -1, &signal_raised}; }
+Wait wait_for(std::optional<double> timeout) {
+  if (timeout.has_value() && !(*timeout >= 0)) {
+    throw Error(ErrorKind::kValue, "a timeout is a number of seconds >= 0, or None; not " + std::to_string(*timeout));
+  }
+  return {timeout.value_or(-1), &signal_raised};
+}
 
 void raise(const Error& error) {
   const char* name = nullptr;
@@ -118,7 +123,7 @@ struct PyDevice {
   ~PyDevice() {
     shutdown();
     if (simulated.is_none()) {
-      cuda_devices[device->index()] = nullptr;
+      if (cuda_devices[device->index()] == device.get()) cuda_devices[device->index()] = nullptr;
     } else {
       nb::cast<SimulatedDevice&>(simulated).set_owner(nullptr);
     }
@@ -147,13 +152,14 @@ struct PyPool {
   ~PyPool() { pool->abandon(); }
 };
 
-void warn_of_waits(Pool& pool) {
-  if (!pool.take_wait_notice()) return;
+// False with the Python error set when warnings are errors.
+bool warn_of_waits(Pool& pool) {
+  if (!pool.take_wait_notice()) return true;
   const std::string message = "the staging pool of " + pool.device().name() +
                               " is full and callers wait for copies to finish: its default max_bytes of " +
                               std::to_string(pool.options().max_bytes) +
                               " is too small for this program. Set PINSTAGE_MAX_BYTES or pass max_bytes";
-  if (PyErr_WarnEx(PyExc_RuntimeWarning, message.c_str(), 2) != 0) throw nb::python_error();
+  return PyErr_WarnEx(PyExc_RuntimeWarning, message.c_str(), 2) == 0;
 }
 
 // The device that holds `view`, if pinstage has met it.
@@ -197,7 +203,7 @@ bool try_copy(nb::handle dst, nb::handle src, nb::handle given_pool) {
   if (!(d.dtype == s.dtype) || !d.same_shape(s) || !s.contiguous() || !on_host(s)) return false;
   CopyPlan plan;
   if (d.numel() == 0 || !plan_copy(d.ndim, d.shape, d.strides, d.itemsize(), &plan)) return false;
-  if (!copies_bytes_only(dst.ptr(), d, src.ptr(), s)) return false;
+  if (!copies_bytes_only(dst.ptr(), src.ptr(), d.dtype)) return false;
   const std::shared_ptr<Pool> pool = pool_for(d, given_pool);
   if (pool == nullptr) return false;
   const Stream stream = pool->device().current_stream();
@@ -206,8 +212,42 @@ bool try_copy(nb::handle dst, nb::handle src, nb::handle given_pool) {
     stage_copy(*pool, plan, d, s, stream, wait_for({}));
   }
   bump_version(dst.ptr());
-  warn_of_waits(*pool);
+  // The copy is under way: a warning that is an error must not make it look as if it were not.
+  if (!warn_of_waits(*pool)) PyErr_WriteUnraisable(dst.ptr());
   return true;
+}
+
+// copy_ as a builtin: `copy_(dst, src)` goes straight to try_copy, which saves the frame of a Python function (0.1 us);
+// every other call, and whatever try_copy declines, goes to that function, the builtin's self, as it came.
+PyObject* call_copy(PyObject* general, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  if (count == 2 && names == nullptr) {
+    try {
+      if (try_copy(args[0], args[1], nb::none())) {
+        Py_INCREF(args[0]);
+        return args[0];
+      }
+    } catch (const Error& error) {
+      raise(error);
+      return nullptr;
+    } catch (const Interrupted&) {
+      return nullptr;
+    } catch (const std::exception& error) {
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+      return nullptr;
+    }
+  }
+  return PyObject_Vectorcall(general, args, static_cast<std::size_t>(count), names);
+}
+
+// Called once, with the Python function; the builtin has its name, signature and documentation.
+nb::object with_fast_path(nb::callable general) {
+  static std::string doc;
+  static PyMethodDef method = {"copy_", nullptr, METH_FASTCALL | METH_KEYWORDS, nullptr};
+  doc = "copy_(dst, src, non_blocking=True, *, pool=None)\n--\n\n" + nb::cast<std::string>(general.attr("__doc__"));
+  method.ml_meth = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_copy));
+  method.ml_doc = doc.c_str();
+  const nb::object module_name = general.attr("__module__");
+  return nb::steal(PyCFunction_NewEx(&method, general.ptr(), module_name.ptr()));
 }
 
 // The checked gather of `src` rows along `dim`; false when `src` or `index` is not of the form that the kernels take.
@@ -246,7 +286,7 @@ bool try_copy_rows(nb::handle dst, nb::handle src, nb::handle index, int dim, nb
   const TensorView part = narrow(d, dim, rows.count);
   CopyPlan plan;
   if (part.numel() == 0 || !plan_copy(part.ndim, part.shape, part.strides, part.itemsize(), &plan)) return false;
-  if (!copies_bytes_only(dst.ptr(), d, src.ptr(), s)) return false;
+  if (!copies_bytes_only(dst.ptr(), src.ptr(), d.dtype)) return false;
   const std::shared_ptr<Pool> pool = pool_for(d, given_pool);
   if (pool == nullptr) return false;
   const Stream stream = pool->device().current_stream();
@@ -255,7 +295,8 @@ bool try_copy_rows(nb::handle dst, nb::handle src, nb::handle index, int dim, nb
     stage_rows(*pool, plan, part.data, rows, stream, wait_for({}));
   }
   bump_version(dst.ptr());
-  warn_of_waits(*pool);
+  // The copy is under way: a warning that is an error must not make it look as if it were not.
+  if (!warn_of_waits(*pool)) PyErr_WriteUnraisable(dst.ptr());
   return true;
 }
 
@@ -265,9 +306,9 @@ bool try_gather(nb::handle out, nb::handle src, nb::handle index, int dim) {
   Gather rows;
   if (!plan_checked_gather(s, x, dim, &rows) || !takes_rows(o, s, dim, rows.count)) return false;
   if (!on_host(o) || !o.contiguous() || o.shape[dim] != rows.count || o.numel() == 0) return false;
-  if (!copies_bytes_only(out.ptr(), o, src.ptr(), s)) return false;
-  if (overlap(o, s)) {
-    throw Error(ErrorKind::kValue, "out overlaps src: the rows read would depend on the order of the copy. Pass an out of its own");
+  if (!copies_bytes_only(out.ptr(), src.ptr(), o.dtype)) return false;
+  if (overlap(o, s) || overlap(o, x)) {
+    throw Error(ErrorKind::kValue, "out overlaps src or index, which the gather still reads; pass an out of its own");
   }
   rows.dst = o.data;
   {
@@ -303,7 +344,8 @@ std::optional<PyLease> take(PyPool& self, const nb::tuple& shape, int dtype, std
   }
   std::uint64_t nbytes = lease.dtype.bits / 8;
   for (nb::handle size : shape) {
-    const auto n = nb::cast<std::int64_t>(size);
+    std::int64_t n = 0;
+    if (!nb::try_cast(size, n)) throw nb::type_error("a shape is made of ints");
     if (n < 0) throw Error(ErrorKind::kValue, "a dimension of a lease is negative: " + std::to_string(n));
     if (__builtin_mul_overflow(nbytes, static_cast<std::uint64_t>(n), &nbytes) || nbytes > kMaxLeaseBytes) {
       throw Error(ErrorKind::kPoolExhausted, "no host has the memory for a lease of this shape");
@@ -315,7 +357,10 @@ std::optional<PyLease> take(PyPool& self, const nb::tuple& shape, int dtype, std
     lease.ref = self.pool->take(std::max<std::uint64_t>(nbytes, 1), wait_for(timeout), block, owned);
   }
   if (lease.ref.slot == nullptr) return std::nullopt;
-  warn_of_waits(*self.pool);
+  if (!warn_of_waits(*self.pool)) {
+    self.pool->cancel(lease.ref);
+    throw nb::python_error();
+  }
   return lease;
 }
 
@@ -328,7 +373,7 @@ std::optional<Ticket> submit(PyLease& self, nb::handle dst) {
   std::copy_n(self.shape, self.ndim, s.shape);
   CopyPlan plan;
   if (!(d.dtype == self.dtype) || !d.same_shape(s) || d.numel() == 0 ||
-      !plan_copy(d.ndim, d.shape, d.strides, d.itemsize(), &plan) || !copies_bytes_only(dst.ptr(), d, dst.ptr(), d)) {
+      !plan_copy(d.ndim, d.shape, d.strides, d.itemsize(), &plan) || !copies_bytes_only(dst.ptr(), dst.ptr(), d.dtype)) {
     return std::nullopt;
   }
   Device& device = self.ref.pool->device();
@@ -400,6 +445,7 @@ NB_MODULE(_core, m) {
         "Address of a cuEventQuery that always says done: the negative control of race tests.");
   m.def("isa", &isa, "The instruction set of the gather kernels in use.");
   m.def("try_copy", &try_copy, "dst"_a, "src"_a, "pool"_a.none());
+  m.def("with_fast_path", &with_fast_path, "copy"_a, "copy_ as a builtin, with `copy` for what its fast path declines.");
   m.def("try_copy_rows", &try_copy_rows, "dst"_a, "src"_a, "index"_a, "dim"_a, "pool"_a.none());
   m.def("try_gather", &try_gather, "out"_a, "src"_a, "index"_a, "dim"_a);
   m.def("simulated_device_at", [](std::uintptr_t address) { return SimulatedDevice::find(reinterpret_cast<void*>(address)); },
@@ -417,6 +463,8 @@ NB_MODULE(_core, m) {
       .def_static("simulated", &simulated_device, "device"_a)
       .def_prop_ro("name", [](const PyDevice& self) { return self.device->name(); })
       .def_prop_ro("index", [](const PyDevice& self) { return self.device->index(); })
+      .def_prop_ro("usable", [](const PyDevice& self) { return self.device->usable(); },
+                   "False after shutdown() and in a forked child.")
       .def_prop_ro("simulation", [](const PyDevice& self) { return self.simulated; },
                    "The SimulatedDevice, or None for a GPU.")
       .def_prop_ro("current_stream",
@@ -471,6 +519,7 @@ NB_MODULE(_core, m) {
            "stream"_a, Unlocked())
       .def("hand_over", [](PyLease& self) { return self.ref.pool->hand_over(self.ref); })
       .def("cancel", [](PyLease& self) { self.ref.pool->cancel(self.ref); })
+      .def("declared", [](PyLease& self) { return self.ref.pool->declared(self.ref); })
       .def("is_open", [](PyLease& self) { return self.ref.pool->is_open(self.ref); })
       .def("wait_reusable",
            [](PyLease& self, std::optional<double> timeout) { self.ref.pool->wait_reusable(self.ref, wait_for(timeout)); },

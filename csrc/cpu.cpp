@@ -9,8 +9,7 @@
 namespace pinstage {
 namespace {
 
-// Best first.
-constexpr const Kernels* kAll[] = {
+constexpr const Kernels* kBestFirst[] = {
 #if defined(__x86_64__)
     &kAvx512Kernels,
     &kAvx2Kernels,
@@ -18,56 +17,45 @@ constexpr const Kernels* kAll[] = {
     &kPortableKernels,
 };
 
-// The one piece of state: a pointer that starts null without any constructor.
-std::atomic<const Kernels*> g_active{nullptr};
+// The process's choice, null until it is made: tables are constants and this needs no constructor, so that nothing
+// depends on the order in which files are initialised.
+std::atomic<const Kernels*> chosen{nullptr};
 
-const Kernels* best() noexcept {
-  for (const Kernels* k : kAll) {
-    if (k->supported()) return k;
+const Kernels& best() noexcept {
+  for (const Kernels* table : kBestFirst) {
+    if (table->supported()) return *table;
   }
-  return &kPortableKernels;
+  return kPortableKernels;
 }
 
-std::string valid_names() {
-  std::string names;
-  for (const Kernels* k : kAll) {
-    if (!k->supported()) continue;
-    if (!names.empty()) names += ", ";
-    names += k->name;
+const Kernels& named(const std::string& name) {
+  std::string problem = "is unknown", valid;
+  for (const Kernels* table : kBestFirst) {
+    const bool supported = table->supported();
+    if (name == table->name) {
+      if (supported) return *table;
+      problem = "is not supported by this CPU";
+    }
+    if (supported) valid += (valid.empty() ? "" : ", ") + std::string(table->name);
   }
-  return names;
+  throw std::invalid_argument("instruction set '" + name + "' " + problem + "; PINSTAGE_ISA may be one of " + valid +
+                              ", or unset for the first of them");
 }
 
 }  // namespace
 
 const Kernels& active_kernels() noexcept {
-  const Kernels* active = g_active.load(std::memory_order_relaxed);
-  if (active == nullptr) {
-    active = best();
-    g_active.store(active, std::memory_order_relaxed);
-  }
-  return *active;
+  if (const Kernels* table = chosen.load(std::memory_order_relaxed)) return *table;
+  const Kernels& table = best();
+  chosen.store(&table, std::memory_order_relaxed);
+  return table;
 }
 
 const char* isa() noexcept { return active_kernels().name; }
 
 void select_isa(const char* name) {
-  if (name == nullptr || *name == '\0') {
-    g_active.store(best(), std::memory_order_relaxed);
-    return;
-  }
-  for (const Kernels* k : kAll) {
-    if (std::string(name) != k->name) continue;
-    if (!k->supported()) {
-      throw std::invalid_argument("instruction set '" + std::string(name) +
-                                  "' is not supported by this CPU; use one of: " + valid_names() +
-                                  ", or leave PINSTAGE_ISA unset");
-    }
-    g_active.store(k, std::memory_order_relaxed);
-    return;
-  }
-  throw std::invalid_argument("unknown instruction set '" + std::string(name) + "'; use one of: " + valid_names() +
-                              ", or leave PINSTAGE_ISA unset");
+  const bool any = name == nullptr || *name == '\0';
+  chosen.store(any ? &best() : &named(name), std::memory_order_relaxed);
 }
 
 }  // namespace pinstage

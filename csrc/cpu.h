@@ -1,14 +1,15 @@
 // Copyright (c) 2026 The pinstage authors.
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which instruction set the kernels use.
+// The choice of an instruction set, made once for the process; gather.h has the calls that force and name it.
 #pragma once
 
 #include "gather_kernels.h"
 
 namespace pinstage {
 
-// The table in use: the one that select_isa chose, or the CPU's best before any call of it.
+// The table that select_isa chose; before any call of it, the best that the CPU supports, whatever the environment
+// says.
 const Kernels& active_kernels() noexcept;
 
 }  // namespace pinstage

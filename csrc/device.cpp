@@ -116,11 +116,12 @@ Device::Current::~Current() {
   if (pushed_) device_.driver_.ctx_pop_current(&popped);
 }
 
-Device::Relaxed::Relaxed(const Device& device) noexcept : device_(device) {
-  device_.driver_.thread_exchange_capture_mode(&previous_);
-}
+Device::Relaxed::Relaxed(const Device& device) noexcept
+    : device_(device), entered_(device.driver_.thread_exchange_capture_mode(&previous_) == status::kSuccess) {}
 
-Device::Relaxed::~Relaxed() { device_.driver_.thread_exchange_capture_mode(&previous_); }
+Device::Relaxed::~Relaxed() {
+  if (entered_) device_.driver_.thread_exchange_capture_mode(&previous_);
+}
 
 Device::Device(const Driver& driver, Context context, DeviceKind kind, int index, CurrentStream stream_of,
                void* source)
@@ -185,22 +186,36 @@ void Device::require_not_capturing(Stream stream) const {
 
 Device::Reserved Device::reserve(std::unique_lock<std::mutex>& lock, Fifo& fifo) {
   fifo.reserve_one();
-  if (FenceCell* cell = retirement_.take_cell()) return {&fifo, cell};
-  lock.unlock();
-  Event event = nullptr;
-  Status status;
-  {
-    Relaxed relaxed(*this);
-    status = driver_.event_create(&event, kEventDisableTiming);
-  }
-  lock.lock();
+  FenceCell* cell = retirement_.take_cell();
   try {
-    check(status, "cuEventCreate");
-    return {&fifo, retirement_.add_cell(event)};
+    while (cell == nullptr) {
+      create_events(lock);
+      cell = retirement_.take_cell();
+    }
   } catch (...) {
     fifo.cancel_reservation();
     throw;
   }
+  return {&fifo, cell};
+}
+
+// A batch at a time, so that a program which warmed up with a copy or two makes no more in its steady state.
+void Device::create_events(std::unique_lock<std::mutex>& lock) {
+  constexpr int kEvents = 3 * Fifo::kBatch;
+  Event events[kEvents];
+  int made = 0;
+  Status status = status::kSuccess;
+  lock.unlock();
+  {
+    const Relaxed relaxed(*this);
+    while (made < kEvents && status == status::kSuccess) {
+      status = driver_.event_create(&events[made], kEventDisableTiming);
+      if (status == status::kSuccess) ++made;
+    }
+  }
+  lock.lock();
+  for (int i = 0; i < made; ++i) retirement_.add_cell(events[i]);
+  if (made == 0) check(status, "cuEventCreate");
 }
 
 void Device::release(Reserved reserved) noexcept {
@@ -231,8 +246,7 @@ Ticket Device::fence(Stream stream) {
   {
     std::unique_lock<std::mutex> lock(mutex_);
     Fifo& fifo = retirement_.fifo(stream);
-    while (poll(lock, fifo) == Polled::kPassed) {
-    }
+    if (fifo.worth_polling()) poll(lock, fifo);
     reserved = reserve(lock, fifo);
   }
   Ticket ticket{shared_from_this()};
@@ -240,36 +254,49 @@ Ticket Device::fence(Stream stream) {
   return ticket;
 }
 
-Device::Polled Device::poll(std::unique_lock<std::mutex>& lock, Fifo& fifo, Status* error) {
-  if (fifo.empty()) return Polled::kEmpty;
-  FenceCell* const cell = fifo.head().cell;
-  const std::uint64_t generation = cell->generation.load(std::memory_order_relaxed);
+bool Device::poll(std::unique_lock<std::mutex>& lock, Fifo& fifo, Status* error) {
+  FenceCell* cells[Fifo::kBatch];
+  std::uint64_t generations[Fifo::kBatch];
+  const std::uint64_t count = std::min(fifo.size(), Fifo::kBatch);
+  for (std::uint64_t i = 0; i < count; ++i) {
+    cells[i] = fifo.at(i).cell;
+    generations[i] = cells[i]->generation.load(std::memory_order_relaxed);
+  }
+  fifo.polled();
+  if (count == 0) return false;
   lock.unlock();
-  Status status;
+  std::uint64_t passed = 0;
+  Status status = status::kNotReady;
   {
-    Relaxed relaxed(*this);
-    status = driver_.event_query(cell->event);
+    const Relaxed relaxed(*this);
+    // The hint: the youngest of the batch, else of its older half, and so on down to the head.
+    std::uint64_t hint = count;
+    while (hint > 1 && driver_.event_query(cells[hint - 1]->event) == status::kNotReady) hint /= 2;
+    while (passed < hint && (status = driver_.event_query(cells[passed]->event)) == status::kSuccess) ++passed;
   }
   lock.lock();
-  if (status == status::kNotReady) return Polled::kBusy;
-  // Another thread may have popped this fence meanwhile; then the answer was about something else.
-  if (fifo.empty() || fifo.head().cell != cell || cell->generation.load(std::memory_order_relaxed) != generation) {
-    return Polled::kPassed;
-  }
-  if (status == status::kSuccess) {
+  // Another thread may have popped some meanwhile; then the answers were about something else.
+  std::uint64_t popped = 0;
+  while (popped < passed && !fifo.empty() && fifo.at(0).cell == cells[popped] &&
+         cells[popped]->generation.load(std::memory_order_relaxed) == generations[popped]) {
     const Fence fence = fifo.pop();
     retirement_.give_cell(fence.cell);
     if (fence.slot != nullptr) fence.slot->pool->fence_passed(fence.slot);
-    return Polled::kPassed;
+    ++popped;
   }
+  if (popped < passed) return true;
   if (is_fatal(status) || status == status::kCapturedEvent) {
+    if (fifo.empty() || fifo.at(0).cell != cells[passed] ||
+        cells[passed]->generation.load(std::memory_order_relaxed) != generations[passed]) {
+      return true;
+    }
     const Fence fence = fifo.pop();
     fence.cell->failure.store(status, std::memory_order_release);
     if (fence.slot != nullptr) fence.slot->pool->fence_failed(fence.slot);
-    return Polled::kPassed;
+    return true;
   }
-  if (error != nullptr) *error = status;
-  return Polled::kError;
+  if (status != status::kSuccess && status != status::kNotReady && error != nullptr) *error = status;
+  return popped > 0;
 }
 
 bool Device::poll_all() {
@@ -279,7 +306,7 @@ bool Device::poll_all() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (std::size_t i = 0; i < retirement_.fifos().size(); ++i) {
     Fifo& fifo = *retirement_.fifos()[i];
-    while (poll(lock, fifo, &error) == Polled::kPassed) any = true;
+    while (poll(lock, fifo, &error)) any = true;
   }
   lock.unlock();
   if (!any) check(error, "cuEventQuery");
@@ -289,9 +316,7 @@ bool Device::poll_all() {
 void Device::poll_some(std::unique_lock<std::mutex>& lock) {
   const std::size_t count = retirement_.fifos().size();
   for (std::size_t i = 0; i < std::min<std::size_t>(2, count); ++i) {
-    Fifo& fifo = *retirement_.fifos()[turn_++ % count];
-    while (poll(lock, fifo) == Polled::kPassed) {
-    }
+    poll(lock, *retirement_.fifos()[turn_++ % count]);
   }
 }
 
@@ -300,7 +325,7 @@ void Device::adopt(std::shared_ptr<Pool> pool) {
   pools_.push_back(std::move(pool));
 }
 
-void Device::discard(SlabMemory memory) noexcept {
+void Device::discard(const SlabMemory& memory) noexcept {
   // Losing track of a slab (out of memory here) leaks it, which is safe; throwing from a destructor is not.
   try {
     discarded_.push_back(memory);
@@ -322,6 +347,8 @@ void Device::sweep() {
     for (const std::shared_ptr<Pool>& pool : drained) pool->discard_empty_slabs();
     memory.swap(discarded_);
   }
+  if (memory.empty()) return;
+  const Current current(*this);
   for (const SlabMemory& slab : memory) free_slab(*this, slab);
 }
 

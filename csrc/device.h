@@ -90,7 +90,7 @@ class Device : public std::enable_shared_from_this<Device> {
   void require_not_capturing(Stream stream) const;
 
   // Throws DriverError unless `status` is success.
-  void check(Status status, const char* call, const std::string& detail = "") const {
+  void check(Status status, const char* call, const char* detail = "") const {
     if (status != status::kSuccess) fail(status, call, detail);
   }
   [[noreturn]] void fail(Status status, const char* call, const std::string& detail) const;
@@ -118,6 +118,7 @@ class Device : public std::enable_shared_from_this<Device> {
    private:
     const Device& device_;
     int previous_ = kCaptureModeRelaxed;
+    bool entered_;
   };
 
   // Everything that a fence needs, taken before anything is enqueued, so that recording is the last thing that can fail.
@@ -136,19 +137,18 @@ class Device : public std::enable_shared_from_this<Device> {
   // A fence on what is enqueued on `stream` so far, with no slot behind it.
   Ticket fence(Stream stream);
 
-  enum class Polled { kEmpty, kBusy, kPassed, kError };
-  // Polls the head of one FIFO: the lock is let go during the query. kError: the query failed in a way that says nothing
-  // of the fence; the status is in *error. Context current.
-  Polled poll(std::unique_lock<std::mutex>& lock, Fifo& fifo, Status* error = nullptr);
+  // Pops the fences of one FIFO that have passed, up to a batch of them; returns whether any had. The lock is let go
+  // during the queries; the context is current. *error: a query failed in a way that says nothing of its fence.
+  bool poll(std::unique_lock<std::mutex>& lock, Fifo& fifo, Status* error = nullptr);
   // Pops every fence that has passed, over all FIFOs. Returns whether any had; throws DriverError if a query failed and
   // none had. mutex() not held.
   bool poll_all();
-  // For callers that know no stream: polls the heads of two FIFOs, taking turns.
+  // For callers that know no stream: polls two FIFOs, taking turns.
   void poll_some(std::unique_lock<std::mutex>& lock);
 
   // Host memory of pools that are gone: freed by the next call that may call the driver, never by a destructor.
   void adopt(std::shared_ptr<Pool> pool);
-  void discard(SlabMemory memory) noexcept;
+  void discard(const SlabMemory& memory) noexcept;
   void sweep();  // frees discarded memory and lets go of closed pools that drained; mutex() not held
 
   Retirement& retirement() noexcept { return retirement_; }
@@ -158,6 +158,8 @@ class Device : public std::enable_shared_from_this<Device> {
 
  private:
   friend struct Ticket;
+
+  void create_events(std::unique_lock<std::mutex>& lock);
 
   const Driver driver_;
   const Context context_;

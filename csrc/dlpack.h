@@ -11,7 +11,7 @@ namespace pinstage {
 
 inline constexpr std::uint32_t kDlpackMajor = 1;
 inline constexpr std::int32_t kDlCpu = 1, kDlCuda = 2;
-inline constexpr std::uint8_t kDlInt = 0, kDlUInt = 1, kDlFloat = 2, kDlBool = 6;
+inline constexpr std::uint8_t kDlInt = 0, kDlUInt = 1, kDlComplex = 5, kDlBool = 6;
 
 struct DlVersion {
   std::uint32_t major, minor;

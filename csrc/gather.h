@@ -43,9 +43,11 @@ GatherRange gather_range_for(const Gather& g) noexcept;
 // Plain copy of a contiguous block into a slot, by the kernel that suits its size.
 void copy_bytes(void* dst, const void* src, std::size_t nbytes) noexcept;
 
-// The instruction set in use: "avx512", "avx2", "portable". PINSTAGE_ISA forces one; select_isa throws
-// std::invalid_argument when the name is unknown or the CPU lacks it.
+// The instruction set in use: "avx512", "avx2" or "portable".
 const char* isa() noexcept;
+
+// Forces one; null or empty chooses the CPU's best. The bindings pass PINSTAGE_ISA at import. Throws
+// std::invalid_argument, with the valid names, when the name is unknown or the CPU lacks it; the choice then stays.
 void select_isa(const char* name);
 
 }  // namespace pinstage

@@ -25,6 +25,7 @@ struct Avx2 {
     }
   };
 
+  // As for plain stores (Zen 3).
   static constexpr kernels::Hint kStreamHint = kernels::kAllLevels;
 
   static bool supported() noexcept { return __builtin_cpu_supports("avx2") != 0; }

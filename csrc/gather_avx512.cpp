@@ -25,6 +25,8 @@ struct Avx512 {
     }
   };
 
+  // Past L2, whose victims this kind of L3 takes in: 1.1-1.3x of requesting into all levels (Ice Lake server, rows of
+  // 64 to 512 B, 64 MB).
   static constexpr kernels::Hint kStreamHint = kernels::kNonTemporal;
 
   static bool supported() noexcept {

@@ -6,7 +6,7 @@ namespace pinstage {
 namespace {
 
 struct Portable {
-  // What every 64-bit CPU moves at once. There is no portable non-temporal store.
+  // Sixteen bytes are what every 64-bit CPU moves at once. There is no portable non-temporal store.
   struct Block {
     static constexpr std::size_t kBytes = 16;
     static void copy(char* dst, const char* src) noexcept { std::memcpy(dst, src, kBytes); }

@@ -21,15 +21,10 @@ const void* this_thread() noexcept {
   return &tag;
 }
 
-// Past this many fences on one stream a snapshot polls twice, so that a backlog shrinks although each call adds to it.
-// Up to it one poll a call keeps the slots few and warm in cache; a poll costs 0.24 us busy, 0.40 us done (H200 host).
-constexpr std::uint64_t kShortFifo = 8;
-
 SlabMemory allocate_slab(const Device& device, std::uint64_t nbytes, bool pageable, Status* status) {
   void* data = nullptr;
   if (pageable) {
-    data = std::aligned_alloc(kPage, nbytes);
-    *status = data != nullptr ? status::kSuccess : status::kOutOfMemory;
+    *status = posix_memalign(&data, kPage, nbytes) == 0 ? status::kSuccess : status::kOutOfMemory;
   } else {
     const Device::Relaxed relaxed(device);
     *status = device.driver().mem_host_alloc(&data, nbytes, kHostAllocPortable | kHostAllocDeviceMap);
@@ -44,9 +39,14 @@ void free_slab(Device& device, const SlabMemory& memory) noexcept {
     std::free(memory.data);
     return;
   }
-  // A failure here leaks the slab, which is safe; there is nobody to tell.
-  const Device::Relaxed relaxed(device);
-  device.driver().mem_free_host(memory.data);
+  Status status;
+  {
+    const Device::Relaxed relaxed(device);
+    status = device.driver().mem_free_host(memory.data);
+  }
+  if (status == status::kSuccess || is_fatal(status)) return;
+  const Guard lock(device.mutex());
+  device.discard(memory);  // the next sweep tries again
 }
 
 std::shared_ptr<Pool> Pool::make(std::shared_ptr<Device> device, const PoolOptions& options) {
@@ -56,7 +56,11 @@ std::shared_ptr<Pool> Pool::make(std::shared_ptr<Device> device, const PoolOptio
   return pool;
 }
 
-Pool::Pool(std::shared_ptr<Device> device, const PoolOptions& options) : device_(std::move(device)), options_(options) {
+Pool::Pool(std::shared_ptr<Device> device, PoolOptions options)
+    : device_(std::move(device)), options_([&options] {
+        options.max_bytes &= ~(Offsets::kGranule - 1);
+        return options;
+      }()) {
   stats_.pageable = options.pageable;
 }
 
@@ -174,10 +178,15 @@ void Pool::exhausted(std::uint64_t nbytes, const std::string& why) {
                   ". Raise max_bytes, hand leases over sooner, or drop tensors that still view handed-over slots");
 }
 
+// Whole pages, unless only less than a page more is allowed.
+std::uint64_t Pool::slab_size(std::uint64_t nbytes, std::uint64_t capacity) const noexcept {
+  const std::uint64_t pages = (nbytes + kPage - 1) & ~(kPage - 1);
+  return capacity + pages <= options_.max_bytes ? pages : Offsets::round_up(nbytes);
+}
+
 // True when it is worth trying to place again.
 bool Pool::grow(std::uint64_t nbytes) {
   const Guard growing(growth_);
-  const std::uint64_t needed = (Offsets::round_up(nbytes) + kPage - 1) & ~(kPage - 1);
   const std::uint64_t limit = options_.max_bytes;
   std::uint64_t capacity;
   {
@@ -188,29 +197,31 @@ bool Pool::grow(std::uint64_t nbytes) {
     }
     capacity = stats_.capacity;
   }
-  const std::uint64_t smallest = std::min(needed, std::max(Offsets::round_up(nbytes), limit & ~(kPage - 1)));
-  if (capacity + smallest > limit) {
+  if (capacity + Offsets::round_up(nbytes) > limit) {
     // Small slabs from the time when the pool was small may be in the way of a large one.
-    capacity -= free_empty_slabs(capacity + smallest - limit);
-    if (capacity + smallest > limit) return false;
+    capacity -= free_empty_slabs(capacity + Offsets::round_up(nbytes) - limit);
+    if (capacity + Offsets::round_up(nbytes) > limit) return false;
   }
-  const std::uint64_t doubled = std::max({smallest, capacity, options_.initial_bytes & ~(kPage - 1)});
-  std::uint64_t size = std::min(doubled, std::max(smallest, (limit - capacity) & ~(kPage - 1)));
+  const std::uint64_t smallest = slab_size(nbytes, capacity);
+  const std::uint64_t doubled = std::max({nbytes, capacity, options_.initial_bytes});
+  std::uint64_t size = std::max(smallest, slab_size(std::min(doubled, limit - capacity), capacity));
   Status status;
   SlabMemory memory = allocate_slab(*device_, size, options_.pageable, &status);
   if (status != status::kSuccess && size > smallest) {
     size = smallest;
     memory = allocate_slab(*device_, size, options_.pageable, &status);
   }
-  device_->check(status, "cuMemHostAlloc",
-                 "Pinning " + std::to_string(size) + " bytes of host memory was refused; the pool holds " +
-                     std::to_string(capacity) + " bytes and is unchanged. Free host memory, raise the limit on locked "
-                     "memory (ulimit -l), lower max_bytes, or set PINSTAGE_PINNED=never");
-  add_slab(memory);
+  add_slab(memory, status, capacity);
   return true;
 }
 
-void Pool::add_slab(const SlabMemory& memory) {
+void Pool::add_slab(const SlabMemory& memory, Status status, std::uint64_t capacity) {
+  if (status != status::kSuccess) {
+    device_->fail(status, "cuMemHostAlloc",
+                  "Pinning " + std::to_string(memory.nbytes) + " bytes of host memory was refused; the pool holds " +
+                      std::to_string(capacity) + " bytes and is unchanged. Free host memory, raise the limit on locked "
+                      "memory (ulimit -l), lower max_bytes, or set PINSTAGE_PINNED=never");
+  }
   try {
     auto slab = std::make_unique<Slab>(memory);
     const Guard lock(device_->mutex());
@@ -264,9 +275,7 @@ Pool::Prepared Pool::begin(std::uint64_t nbytes, Stream stream, const Wait& wait
   Lock lock(device_->mutex());
   require_open();
   Fifo& fifo = device_->retirement().fifo(stream);
-  for (int polls = fifo.submitted() - fifo.completed() > kShortFifo ? 2 : 1; polls > 0; --polls) {
-    if (device_->poll(lock, fifo) != Device::Polled::kPassed) break;
-  }
+  if (fifo.worth_polling()) device_->poll(lock, fifo);
   Slot* slot = place(nbytes, false);
   if (slot == nullptr) {
     lock.unlock();
@@ -274,7 +283,9 @@ Pool::Prepared Pool::begin(std::uint64_t nbytes, Stream stream, const Wait& wait
     lock.lock();
   }
   // A snapshot's slot never shows as OPEN: nobody but this call can reach it.
-  slot->handed_over = slot->declared = true;
+  slot->handed_over = true;
+  slot->declared = 1;
+  fifo.count_bytes(slot->nbytes);
   ++slot->pending;
   ++pending_;
   set_state(slot, SlotState::kInFlight);
@@ -313,8 +324,7 @@ Device::Reserved Pool::begin_fence(const LeaseRef& lease, Stream stream, bool co
   require_open();
   Slot* slot = open(lease);
   // Counted first: while the lock is let go of below, a hand-over elsewhere must find the slot in use.
-  const bool declared = slot->declared;
-  slot->declared = true;
+  ++slot->declared;
   ++slot->pending;
   ++pending_;
   try {
@@ -322,7 +332,7 @@ Device::Reserved Pool::begin_fence(const LeaseRef& lease, Stream stream, bool co
     stats_.copies += copy ? 1 : 0;
     return reserved;
   } catch (...) {
-    slot->declared = declared;
+    --slot->declared;
     fence_passed(slot);
     throw;
   }
@@ -336,6 +346,8 @@ Status Pool::copy_and_record(Slot* slot, Device::Reserved reserved, const CopyPl
     const Guard lock(device_->mutex());
     device_->release(reserved);
     --stats_.copies;
+    // A snapshot's slot goes back; a lease is as it was before the call.
+    if (!slot->handed_over) --slot->declared;
     fence_passed(slot);
     return copied;
   }
@@ -382,6 +394,11 @@ bool Pool::is_open(const LeaseRef& lease) {
   return lease.slot->lease == lease.lease && !lease.slot->handed_over;
 }
 
+bool Pool::declared(const LeaseRef& lease) {
+  const Guard lock(device_->mutex());
+  return open(lease)->declared > 0;
+}
+
 char* Pool::data(const LeaseRef& lease) {
   const Guard lock(device_->mutex());
   return open(lease)->data;
@@ -401,8 +418,8 @@ bool Pool::hand_over(const LeaseRef& lease) {
   Slot* slot = open(lease);
   slot->handed_over = true;
   // The owner of a buffer knows its readers: every fill that was submitted has its fence.
-  slot->declared = slot->declared || slot->owned;
-  const bool declared = slot->declared;
+  if (slot->owned) ++slot->declared;
+  const bool declared = slot->declared > 0;
   settle(slot);
   return declared;
 }
@@ -410,11 +427,12 @@ bool Pool::hand_over(const LeaseRef& lease) {
 void Pool::cancel(const LeaseRef& lease) {
   const Guard lock(device_->mutex());
   Slot* slot = open(lease);
-  if (slot->declared) {
+  if (slot->declared > 0) {
     throw Error(ErrorKind::kLeaseState,
                 "a lease that was copied from or retired cannot be cancelled: its bytes are being read. Close it instead");
   }
-  slot->handed_over = slot->declared = true;
+  slot->handed_over = true;
+  slot->declared = 1;
   settle(slot);
 }
 
@@ -476,7 +494,7 @@ void Pool::settle(Slot* slot) noexcept {
     if (slot->owned) set_state(slot, slot->pending > 0 ? SlotState::kInFlight : SlotState::kOpen);
   } else if (slot->unfenced) {
     set_state(slot, SlotState::kQuarantined);
-  } else if (!slot->declared) {
+  } else if (slot->declared == 0) {
     set_state(slot, SlotState::kParked);
   } else if (slot->pending > 0) {
     set_state(slot, SlotState::kInFlight);
@@ -518,7 +536,7 @@ std::uint64_t Pool::free_parked() {
   }
   const Guard lock(device_->mutex());
   for (Slot* slot : parked) {
-    slot->declared = true;
+    slot->declared = 1;
     settle(slot);
   }
   return parked.size();
@@ -564,21 +582,20 @@ std::uint64_t Pool::trim() {
 
 void Pool::reserve(std::uint64_t nbytes) {
   device_->require_usable();
-  std::uint64_t missing;
+  const Device::Current current(*device_);
+  const Guard growing(growth_);
+  std::uint64_t capacity;
   {
     const Guard lock(device_->mutex());
     require_open();
-    if (nbytes > options_.max_bytes) exhausted(nbytes, "reserve() asks for more than max_bytes");
-    missing = nbytes > stats_.capacity ? nbytes - stats_.capacity : 0;
+    if (Offsets::round_up(nbytes) > options_.max_bytes) exhausted(nbytes, "reserve() asks for more than max_bytes");
+    capacity = stats_.capacity;
   }
-  if (missing == 0) return;
-  const Device::Current current(*device_);
-  const Guard growing(growth_);
-  const std::uint64_t size = (Offsets::round_up(missing) + kPage - 1) & ~(kPage - 1);
+  if (nbytes <= capacity) return;
+  const std::uint64_t size = slab_size(nbytes - capacity, capacity);
   Status status;
   const SlabMemory memory = allocate_slab(*device_, size, options_.pageable, &status);
-  device_->check(status, "cuMemHostAlloc", "reserve() of " + std::to_string(nbytes) + " bytes was refused");
-  add_slab(memory);
+  add_slab(memory, status, capacity);
 }
 
 void Pool::close(const Wait& wait) {

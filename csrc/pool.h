@@ -51,7 +51,7 @@ struct Slot {
   std::uint64_t nbytes = 0;     // reserved: the request rounded up to 256 (I3)
   SlotState state = SlotState::kFree;
   bool handed_over = false;     // nobody writes it any more
-  bool declared = false;        // a copy or a retire covers its readers
+  std::uint32_t declared = 0;   // copies and retires that cover its readers
   bool owned = false;           // DoubleBuffer and its like: reused in place by its owner, by fence alone
   bool unfenced = false;        // read by work that no fence covers: quarantined when it is handed over
   std::uint32_t pending = 0;    // fences that have not passed
@@ -107,6 +107,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // Owned slots: until every fence over the slot passed.
   void wait_reusable(const LeaseRef& lease, const Wait& wait);
   bool is_open(const LeaseRef& lease);
+  bool declared(const LeaseRef& lease);  // open, and a copy or a retire covers its readers
   char* data(const LeaseRef& lease);
   DevicePtr device_address(const LeaseRef& lease);  // the same bytes as kernels on the device address them
   void tensor_born(const LeaseRef& lease);
@@ -135,7 +136,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void discard_empty_slabs() noexcept;
 
  private:
-  Pool(std::shared_ptr<Device> device, const PoolOptions& options);
+  Pool(std::shared_ptr<Device> device, PoolOptions options);
 
   struct Prepared {
     Slot* slot;
@@ -151,8 +152,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   Slot* place(std::uint64_t nbytes, bool owned);
   Slot* take_slowly(std::uint64_t nbytes, const Wait& wait, bool block, bool owned);
+  std::uint64_t slab_size(std::uint64_t nbytes, std::uint64_t capacity) const noexcept;
   bool grow(std::uint64_t nbytes);
-  void add_slab(const SlabMemory& memory);
+  void add_slab(const SlabMemory& memory, Status status, std::uint64_t capacity);
   std::uint64_t free_empty_slabs(std::uint64_t enough);
   void require_open() const;
   bool only_this_thread_can_help() const noexcept;

@@ -8,6 +8,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include "gil.h"
 #include "simulated_driver.h"
 #include "simulated_machine.h"
 
@@ -40,13 +41,14 @@ using PythonKernel = nb::typed<nb::callable, nb::object()>;
 
 Status launch(SimulatedDevice& device, std::uintptr_t stream, PythonKernel function) {
   Kernel kernel = [held = hold_object(std::move(function))] { call_held(held.get()); };
-  const nb::gil_scoped_release released;
+  const ReleasedGil released;
   return device.launch(stream_of(stream), std::move(kernel));
 }
 
-// The exception of the first kernel that failed, or None.
-nb::object kernel_error(const SimulatedDevice& device) {
-  const std::exception_ptr failure = device.kernel_failure();
+// The exception of the first kernel that failed, once, or None. It is handed out rather than kept, because its
+// traceback may refer to the device, and Python's garbage collector cannot see a reference from here.
+nb::object take_kernel_error(SimulatedDevice& device) {
+  const std::exception_ptr failure = device.take_kernel_failure();
   if (!failure) return nb::none();
   try {
     std::rethrow_exception(failure);
@@ -60,7 +62,7 @@ nb::object kernel_error(const SimulatedDevice& device) {
 std::pair<Status, std::shared_ptr<SimulatedLatch>> hold(SimulatedDevice& device, std::uintptr_t stream,
                                                         double timeout) {
   std::shared_ptr<SimulatedLatch> latch;
-  const nb::gil_scoped_release released;
+  const ReleasedGil released;
   const Status status = device.hold(stream_of(stream), timeout, &latch);
   return {status, std::move(latch)};
 }
@@ -79,7 +81,7 @@ std::pair<Status, HeldGraph> end_capture(SimulatedDevice& device, std::uintptr_t
 Status copy_async(SimulatedDevice& device, DevicePtr dst, std::uintptr_t src, std::size_t nbytes, std::uintptr_t stream,
                   nb::object owner) {
   std::shared_ptr<PyObject> held = hold_object(std::move(owner));
-  const nb::gil_scoped_release released;
+  const ReleasedGil released;
   return device.copy_async(dst, reinterpret_cast<const void*>(src), nbytes, stream_of(stream), std::move(held));
 }
 
@@ -102,7 +104,7 @@ std::pair<std::string, std::string> error_texts(Status status) {
 }  // namespace
 
 void bind_simulated_driver(nb::module_& m) {
-  using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
+  using ReleaseGil = nb::call_guard<ReleasedGil>;
 
   nb::enum_<Schedule>(m, "Schedule", "When the steps of a simulated device run.")
       .value("LATE", Schedule::kLate)
@@ -181,12 +183,14 @@ void bind_simulated_driver(nb::module_& m) {
           nb::arg("address"))
       .def("fail", &SimulatedDevice::fail, nb::arg("entry"), nb::arg("nth"), nb::arg("status"), nb::arg("times"))
       .def("lose", &SimulatedDevice::lose, nb::arg("status") = status::kLaunchFailed)
-      .def_prop_ro("kernel_error", &kernel_error, nb::sig("def kernel_error(self, /) -> BaseException | None"))
+      .def("take_kernel_error", &take_kernel_error, nb::sig("def take_kernel_error(self) -> BaseException | None"))
       .def_prop_ro("sticky_status", &SimulatedDevice::sticky_status)
       .def_prop_ro("calls", &calls)
       .def_prop_ro("violations", &SimulatedDevice::violations)
       .def_prop_ro("host_allocations", &SimulatedDevice::host_allocations);
 
+  m.def("prepare_exit", &prepare_exit,
+        "From here on, threads that come back from a wait stay away from the interpreter.");
   m.def("simulated_error", &error_texts, nb::arg("status"), "Name and text of a CUresult.");
 }
 

@@ -73,9 +73,7 @@ SimulatedDevice::SimulatedDevice(int index, Schedule schedule, std::uint64_t see
 
 SimulatedDevice::~SimulatedDevice() {
   close();
-  std::exception_ptr failure;  // destroyed after the lock
-  const Lock lock(machine().mutex);
-  failure.swap(device_->kernel_failure);
+  take_kernel_failure();
 }
 
 void SimulatedDevice::close() noexcept {
@@ -97,8 +95,7 @@ void SimulatedDevice::close() noexcept {
   auto& devices = machine().devices;
   devices.erase(std::find(devices.begin(), devices.end(), device_));
   g_live.fetch_sub(1, std::memory_order_relaxed);
-  ++machine().finished;
-  machine().changed.notify_all();
+  announce_change();
 }
 
 bool SimulatedDevice::closed() const noexcept {
@@ -327,9 +324,11 @@ Status SimulatedDevice::sticky_status() const noexcept {
   return device_->sticky;
 }
 
-std::exception_ptr SimulatedDevice::kernel_failure() const noexcept {
+std::exception_ptr SimulatedDevice::take_kernel_failure() noexcept {
+  std::exception_ptr failure;
   const Lock lock(machine().mutex);
-  return device_->kernel_failure;
+  failure.swap(device_->kernel_failure);
+  return failure;
 }
 
 std::vector<std::pair<const char*, std::uint64_t>> SimulatedDevice::calls() const {

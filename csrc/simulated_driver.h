@@ -144,9 +144,10 @@ class SimulatedDevice {
   // nth+times-1 from now (1-based) of a CUDA entry point, named as in the table, return `status` and do nothing else.
   // False when the table has no such entry.
   bool fail(const std::string& entry, std::uint64_t nth, Status status, std::uint64_t times = 1);
-  void lose(Status status = status::kLaunchFailed);    // nothing runs any more, every call returns `status`
-  Status sticky_status() const noexcept;               // what lose() or a failed kernel left
-  std::exception_ptr kernel_failure() const noexcept;  // what the first failed kernel threw, else null
+  void lose(Status status = status::kLaunchFailed);  // nothing runs any more, every call returns `status`
+  Status sticky_status() const noexcept;             // what lose() or a failed kernel left
+  // What the first failed kernel threw, once: a second call returns null. The device stays failed.
+  std::exception_ptr take_kernel_failure() noexcept;
   std::vector<std::pair<const char*, std::uint64_t>> calls() const;  // every entry point by CUDA name
   std::uint64_t violations() const;      // host memory freed or unregistered under a copy that had yet to read it
   std::size_t host_allocations() const;  // live blocks of cuMemHostAlloc and cuMemHostRegister

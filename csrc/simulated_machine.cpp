@@ -126,26 +126,28 @@ void finish(Step& step, Queue& queue) {
   machine().changed.notify_all();
 }
 
-void fail_kernel(Device& device, std::exception_ptr* failure) {
-  if (!device.kernel_failure) device.kernel_failure.swap(*failure);
+void fail_kernel(Lock& lock, Device& device, std::exception_ptr failure) {
+  if (!device.kernel_failure) device.kernel_failure.swap(failure);
   fail_device(device, status::kLaunchFailed);
+  lock.unlock();  // a second failure is dropped, and dropping it may take the GIL
+  failure = nullptr;
+  lock.lock();
 }
 
 void run_head(Lock& lock, const std::shared_ptr<Queue>& queue) {
-  std::exception_ptr failure;
   Step step = std::move(queue->steps.front());
   queue->steps.pop_front();
   queue->busy = true;
   ++machine().running;
   begin_copies(*queue->device, step.copies);
   lock.unlock();
-  failure = execute(step);
+  std::exception_ptr failure = execute(step);
   step.keep_alive.reset();
   step.kernel.reset();  // before the lock, and before anyone can see that the step is done
   lock.lock();
   --machine().running;
   finish(step, *queue);
-  if (failure) fail_kernel(*queue->device, &failure);
+  if (failure) fail_kernel(lock, *queue->device, std::move(failure));
 }
 
 // The end of every wait: what the calling thread polls from now on is up to date.
@@ -401,7 +403,14 @@ Status wait_for_device(Lock& lock, Device& device, Waiting waiting) {
 
 void fail_device(Device& device, Status status) {
   if (device.sticky == status::kSuccess) device.sticky = status;
+  announce_change();
+}
+
+// The thread that makes the change knows of it: nothing that it polled before needs another look for it.
+void announce_change() {
+  const bool up_to_date = this_thread().seen == machine().finished;
   ++machine().finished;
+  if (up_to_date) this_thread().seen = machine().finished;
   machine().changed.notify_all();
 }
 

@@ -246,6 +246,7 @@ Status wait_for_queue(Lock& lock, const std::shared_ptr<Queue>& queue, Waiting w
 Status wait_for_device(Lock& lock, Device& device, Waiting waiting);
 
 void fail_device(Device& device, Status status);
+void announce_change();  // of a kind that may end a wait
 // Takes what has not run off a device that closes. The caller destroys it without the lock.
 std::vector<Step> take_steps(Device& device);
 

@@ -26,6 +26,8 @@ struct Torch {
   PyObject* increment_version = nullptr;    // (iterable of tensors) -> None
   PyObject* requires_grad = nullptr;        // the property's descriptor
   descrgetfunc get_requires_grad = nullptr;
+  PyObject* forward_ad = nullptr;           // torch.autograd.forward_ad
+  PyObject* current_level = nullptr;        // "_current_level", -1 outside
 };
 Torch torch;
 
@@ -60,6 +62,15 @@ bool requires_grad(PyObject* tensor) {
   const bool truth = result != Py_False;
   Py_DECREF(result);
   return truth;
+}
+
+// Forward-mode AD is under way: a float tensor may carry a tangent.
+bool in_dual_level() {
+  PyObject* level = PyObject_GetAttr(torch.forward_ad, torch.current_level);
+  const bool inside = level == nullptr || PyLong_AsLong(level) >= 0;
+  Py_XDECREF(level);
+  PyErr_Clear();
+  return inside;
 }
 
 bool is_integral(DlDataType dtype) { return dtype.code == kDlInt || dtype.code == kDlUInt || dtype.code == kDlBool; }
@@ -126,6 +137,12 @@ void load_torch() {
   torch.get_requires_grad =
       reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(torch.requires_grad), Py_tp_descr_get));
   if (torch.get_requires_grad == nullptr) throw std::runtime_error("Tensor.requires_grad is not a descriptor");
+  torch.forward_ad = PyImport_ImportModule("torch.autograd.forward_ad");
+  torch.current_level = PyUnicode_InternFromString("_current_level");
+  if (torch.forward_ad == nullptr || torch.current_level == nullptr) {
+    PyErr_Clear();
+    throw std::runtime_error("torch.autograd.forward_ad is missing");
+  }
   Py_DECREF(internals);
   Py_DECREF(capsule);
   Py_DECREF(module);
@@ -150,12 +167,13 @@ bool view_tensor(PyObject* object, TensorView* out) {
   return true;
 }
 
-bool copies_bytes_only(PyObject* dst, const TensorView& dst_view, PyObject* src, const TensorView& src_view) {
+bool copies_bytes_only(PyObject* dst, PyObject* src, DlDataType dtype) {
   if (is_true(torch.has_torch_function, dst) || is_true(torch.dispatch_stack, nullptr)) return false;
-  if (!is_integral(dst_view.dtype) && (requires_grad(dst) || requires_grad(src))) return false;
-  if (is_true(torch.is_neg, dst) || is_true(torch.is_neg, src)) return false;
-  const bool real = is_integral(src_view.dtype) || src_view.dtype.code == kDlFloat;
-  return real || !(is_true(torch.is_conj, dst) || is_true(torch.is_conj, src));
+  // Integers know no gradient, and get a negative bit from no public function of torch: it comes from conj().imag.
+  if (is_integral(dtype)) return true;
+  if (requires_grad(dst) || requires_grad(src) || in_dual_level()) return false;
+  if (dtype.code == kDlComplex && (is_true(torch.is_conj, dst) || is_true(torch.is_conj, src))) return false;
+  return !is_true(torch.is_neg, dst) && !is_true(torch.is_neg, src);
 }
 
 void bump_version(PyObject* dst) {

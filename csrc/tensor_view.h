@@ -41,7 +41,7 @@ void load_torch();
 bool view_tensor(_object* object, TensorView* out);
 // True when torch would do nothing on `dst.copy_(src)` but copy bytes: no mode is active, autograd does not watch, no
 // conjugate or negative bit is set.
-bool copies_bytes_only(_object* dst, const TensorView& dst_view, _object* src, const TensorView& src_view);
+bool copies_bytes_only(_object* dst, _object* src, DlDataType dtype);
 // What torch does to dst after an in-place write. Inference tensors have no version.
 void bump_version(_object* dst);
 

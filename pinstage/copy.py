@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -50,13 +50,7 @@ def copy_(dst: torch.Tensor, src: Any, non_blocking: bool = True, *, pool: Stagi
         ...     dst.tolist()
         [0, 1, 2, 3]
     """
-    if non_blocking and _core.try_copy(dst, src, pool):
-        return dst
-    return _copy_generally(dst, src, non_blocking, pool)
-
-
-def _copy_generally(dst: torch.Tensor, src: Any, non_blocking: bool, pool: StagingPool | None) -> torch.Tensor:
-    """Everything that is not one dense block of one dtype, and everything that torch must see itself."""
+    # What comes here is not one dense block of one dtype, or torch must see it itself, or it has arguments of its own.
     if not isinstance(dst, torch.Tensor):
         raise TypeError(f"dst must be a torch.Tensor, not {type(dst).__name__}")
     src = as_host_tensor(src, "src")
@@ -65,17 +59,19 @@ def _copy_generally(dst: torch.Tensor, src: Any, non_blocking: bool, pool: Stagi
         return _leave_to_torch(dst, src, non_blocking)
     device.require_not_capturing(device.current_stream)
     pool = _pool_of(device, pool)
-    if _torch_must_see(dst, src) or (not non_blocking and device.simulation is None):
+    if _torch_must_see(dst, src) or not _broadcasts(src, dst) or (not non_blocking and device.simulation is None):
         # Blocking: a pinned source passed on unguarded would be the race that this library exists to end.
         return _leave_to_torch(dst, src, non_blocking=False)
     if not _core.try_copy(dst, src, pool):
-        with pool.lease(tuple(dst.shape), dst.dtype) as lease:
-            with torch.no_grad():
-                lease.fill_with(lambda slot: slot.copy_(src))
-            lease.copy_to(dst)
+        with torch.no_grad():
+            pool._snapshot(dst, lambda slot: slot.copy_(src))
     if not non_blocking:
         device.fence(device.current_stream).wait()
     return dst
+
+
+if not TYPE_CHECKING:
+    copy_ = _core.with_fast_path(copy_)
 
 
 def _pool_of(device: _core.Device, pool: StagingPool | None) -> StagingPool:
@@ -92,6 +88,14 @@ def _leave_to_torch(dst: torch.Tensor, src: torch.Tensor, non_blocking: bool) ->
         if device is not None and device.simulation is not None:
             device.fence(device.current_stream).wait()
     return dst.copy_(src, non_blocking=non_blocking)
+
+
+def _broadcasts(src: torch.Tensor, dst: torch.Tensor) -> bool:
+    try:
+        src.expand(dst.shape)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _torch_must_see(dst: torch.Tensor, src: torch.Tensor) -> bool:
@@ -172,7 +176,5 @@ def copy_rows_(
         return dst
     if _torch_must_see(part, src):
         return _leave_to_torch(part, gather_rows(src, index, dim=dim), non_blocking=False)
-    with pool.lease(tuple(part.shape), dst.dtype) as lease:
-        lease.fill_with(lambda slot: gather_rows(src, index, dim=dim, out=slot))
-        lease.copy_to(part)
+    pool._snapshot(part, lambda slot: gather_rows(src, index, dim=dim, out=slot))
     return dst

@@ -62,12 +62,15 @@ def _simulated(simulation: _core.SimulatedDevice) -> _core.Device:
     if core is None:
         if simulation.closed:
             raise DriverError(f"simulated:{simulation.index} is closed; use a device that is open")
-        for key, other in list(_simulated_devices.items()):
-            if other.simulation.closed:
-                _simulated_devices.pop(key, None)
-                other.shutdown()
         core = _simulated_devices[id(simulation)] = _core.Device.simulated(simulation)
     return core
+
+
+def forget_simulated(simulation: _core.SimulatedDevice) -> None:
+    """A simulated device closes: no driver call is made for it any more."""
+    core = _simulated_devices.pop(id(simulation), None)
+    if core is not None:
+        core.shutdown()
 
 
 def holding(tensor: torch.Tensor) -> _core.Device | None:

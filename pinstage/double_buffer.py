@@ -26,7 +26,8 @@ class DoubleBuffer:
         dtype: its dtype.
         device: where the copies go; None is the current device. A SimulatedDevice too.
         depth: number of buffers, at least 1: how many copies may be under way before `fill` waits.
-        carry: start each fill from the last submitted contents, for tables of which a step changes a few rows.
+        carry: start each fill from the contents of the last finished one, for tables of which a step changes a few rows.
+            With one buffer that is the buffer as it was left.
         pool: take the buffers from this pool; None is the device's default pool.
 
     Raises:
@@ -72,7 +73,7 @@ class DoubleBuffer:
             self._slots.append(slot)
         self._filling = 0  # the slot that the next fill hands out
         self._filled: int | None = None  # the slot that copy_to and retire read
-        self._submitted: int | None = None  # the slot that carry starts from
+        self._last: int | None = None  # the slot that carry starts from
         self._open = False
 
     @property
@@ -108,10 +109,6 @@ class DoubleBuffer:
             raise LeaseStateError("the last fill is still open; leave its with block first")
         slot = self._slots[self._filling]
         slot._lease.wait_reusable(timeout)
-        if self._carry and self._submitted is not None and self._submitted != self._filling:
-            slot.tensor.copy_(self._slots[self._submitted].tensor)
-        self._open = True
-        self._filled = None
         return _Fill(self)
 
     def copy_to(self, dst: torch.Tensor) -> Ticket:
@@ -160,16 +157,22 @@ class DoubleBuffer:
         return self._slots[self._filled]
 
     def _after_submit(self, ticket: Ticket) -> Ticket:
-        assert self._filled is not None
         if self._filling == self._filled:
-            self._submitted = self._filled
             self._filling = (self._filling + 1) % len(self._slots)
         return ticket
+
+    def _begin_fill(self) -> torch.Tensor:
+        tensor = self._slots[self._filling].tensor
+        if self._carry and self._last is not None and self._last != self._filling:
+            tensor.copy_(self._slots[self._last].tensor)
+        self._open = True
+        self._filled = None
+        return tensor
 
     def _end_fill(self, finished: bool) -> None:
         self._open = False
         if finished:
-            self._filled = self._filling
+            self._filled = self._last = self._filling
 
     def __del__(self) -> None:
         for slot in getattr(self, "_slots", ()):
@@ -185,7 +188,7 @@ class _Fill:
         self._buffer = buffer
 
     def __enter__(self) -> torch.Tensor:
-        return self._buffer._slots[self._buffer._filling].tensor
+        return self._buffer._begin_fill()
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None

@@ -131,6 +131,6 @@ def gather_rows(src: Any, index: Any, *, dim: int = 0, out: torch.Tensor | None 
     dim = check_rows(out, src, index, dim, exact=True)
     if _core.try_gather(out, src, index, dim):
         return out
-    if torch._C._overlaps(out, src):
-        raise ValueError("out overlaps src: the rows read would depend on the order of the copy. Pass an out of its own")
+    if torch._C._overlaps(out, src) or torch._C._overlaps(out, index):
+        raise ValueError("out overlaps src or index, which the gather still reads; pass an out of its own")
     return torch.index_select(src, dim, index, out=out) if out.numel() else out

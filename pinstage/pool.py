@@ -155,24 +155,17 @@ class Lease:
             raise ValueError(
                 f"dst is {tuple(dst.shape)} of {dst.dtype}, the lease {self.shape} of {self.dtype}; lease what dst needs"
             )
+        stream = self._device.current_stream
+        if dst.numel() == 0:
+            return self._lease.retire(stream)
         device = holding(dst)
         if device is not self._device:
             where = "host memory" if device is None else device.name
             raise ValueError(f"dst is in {where}, the lease's pool on {self._device.name}; use a pool of dst's device")
-        stream = self._device.current_stream
         self._device.require_not_capturing(stream)
         view = self._lease.device_view()
         run_on_stream(self._device, lambda: dst.copy_(view), writes=dst)
         return self._lease.retire(stream)
-
-    def fill_with(self, fill: Callable[[torch.Tensor], object]) -> None:
-        """Calls `fill` on `tensor`, and cancels the lease if that raises; keeps no name of the tensor afterwards."""
-        try:
-            fill(self.tensor)
-        except BaseException:
-            self.cancel()
-            raise
-        self._tensor = None
 
     def retire(self, *streams: StreamLike) -> Ticket:
         """Declares readers that the caller launched: fences all that is enqueued on `streams` so far.
@@ -357,6 +350,20 @@ class StagingPool(_core.Pool):
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         lease = self._take(sizes, code_of(dtype), timeout, block, owned)
         return None if lease is None else Lease(self.device, lease, sizes, dtype)
+
+    def _snapshot(self, dst: torch.Tensor, fill: Callable[[torch.Tensor], object]) -> None:
+        """Stages what `fill` writes into a slot of dst's shape and dtype, and copies it to `dst`."""
+        lease = self.lease(tuple(dst.shape), dst.dtype)
+        try:
+            fill(lease.tensor)
+            lease.copy_to(dst)
+        except BaseException:
+            if not lease._lease.declared():
+                lease.cancel()
+            raise
+        finally:
+            if lease._lease.is_open():
+                lease.close()
 
     def stats(self) -> PoolStats:
         """The pool at this moment, as far as fences were polled; `reclaim` first for the present truth."""

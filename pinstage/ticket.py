@@ -10,6 +10,7 @@ from collections import deque
 
 from pinstage import _core
 from pinstage.devices import StreamLike, resolve, stream_handle
+from pinstage.errors import DriverError
 
 
 class Ticket:
@@ -72,7 +73,7 @@ class Ticket:
 
 
 # Objects kept alive, per device and stream, oldest first: only the head of each is asked.
-_kept: dict[tuple[str, int], deque[tuple[_core.Ticket, object]]] = {}
+_kept: dict[tuple[_core.Device, int], deque[tuple[_core.Ticket, object]]] = {}
 _kept_lock = threading.Lock()
 
 
@@ -108,7 +109,7 @@ def keep_alive(obj: object, stream: StreamLike | None = None, *, device: object 
     handle = core.current_stream if stream is None else stream_handle(stream)
     ticket = core.fence(handle)
     with _kept_lock:
-        _kept.setdefault((core.name, handle), deque()).append((ticket, obj))
+        _kept.setdefault((core, handle), deque()).append((ticket, obj))
     release_passed()
     return Ticket(ticket)
 
@@ -119,7 +120,17 @@ def release_passed() -> None:
     with _kept_lock:
         for key in list(_kept):
             queue = _kept[key]
-            while queue and queue[0][0].done():
+            while queue and _over(queue[0][0], key[0]):
                 dropped.append(queue.popleft())
             if not queue:
                 del _kept[key]
+
+
+def _over(ticket: _core.Ticket, core: _core.Device) -> bool:
+    """Whether nothing reads the ticket's object any more; a failed device's objects are kept for good."""
+    if not core.usable:
+        return True
+    try:
+        return ticket.done()
+    except DriverError:
+        return False
