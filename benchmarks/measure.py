@@ -111,4 +111,6 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
 def write_json(path: str | None, suite: str, figures: Any) -> None:
     """Figures with their conditions."""
     if path is not None:
-        Path(path).write_text(json.dumps({"suite": suite, "conditions": conditions(), "figures": figures}, indent=1) + "\n")
+        Path(path).write_text(
+            json.dumps({"suite": suite, "conditions": conditions(), "figures": figures}, indent=1) + "\n"
+        )

@@ -21,7 +21,9 @@ SIZES = (256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=100, help="blocks of each variant and size (a quarter from 1 MB on)")
+    parser.add_argument(
+        "--rounds", type=int, default=100, help="blocks of each variant and size (a quarter from 1 MB on)"
+    )
     parser.add_argument("--block", type=int, default=16, help="calls of one variant before the next one's turn")
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, metavar="BYTES")
 
@@ -50,7 +52,14 @@ def floor(rows: list[torch.Tensor], dst: list[torch.Tensor], slots: list[torch.T
     def call(i: int) -> float:
         k = i % len(rows)
         elapsed = staged_copy(
-            copy, record, dst[k].data_ptr(), slots[k].data_ptr(), rows[k].data_ptr(), nbytes, stream, events[k].cuda_event
+            copy,
+            record,
+            dst[k].data_ptr(),
+            slots[k].data_ptr(),
+            rows[k].data_ptr(),
+            nbytes,
+            stream,
+            events[k].cuda_event,
         )
         if elapsed < 0:
             raise RuntimeError("the driver refused a copy of the floor")
@@ -119,7 +128,11 @@ def leases() -> dict[str, Call]:
             lease.tensor  # noqa: B018
             lease.copy_to(dst)
 
-    return {"lease + retire": lease_retire, "lease + tensor + retire": lease_tensor_retire, "lease + copy_to": lease_copy}
+    return {
+        "lease + retire": lease_retire,
+        "lease + tensor + retire": lease_tensor_retire,
+        "lease + copy_to": lease_copy,
+    }
 
 
 def spell(time: Host) -> str:

@@ -1,8 +1,8 @@
 // Copyright (c) 2026 The pinstage authors.
 // SPDX-License-Identifier: Apache-2.0
 //
-// pinstage._core: the core as seen from Python. Policy, checks of what a user passes and documentation are in the Python
-// package; here are thin handles and the calls that run on every copy.
+// pinstage._core: the core as seen from Python. Policy, checks of what a user passes and documentation are in the
+// Python package; here are thin handles and the calls that run on every copy.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -16,6 +16,7 @@
 #include <string>
 #include <utility>
 
+#include "gil.h"
 #include "simulated_driver.h"
 #include "stage.h"
 
@@ -28,8 +29,12 @@ void bind_simulated_driver(nb::module_& module);
 
 namespace {
 
-// Runs on a waiting thread that holds neither the GIL nor a lock.
+// Runs on a waiting thread that holds neither the GIL nor a lock. Python handles signals on its main thread alone, so
+// no other one need take the GIL for them.
+unsigned long main_thread;
+
 bool signal_raised() {
+  if (PyThread_get_thread_ident() != main_thread) return false;
   const nb::gil_scoped_acquire gil;
   return PyErr_CheckSignals() != 0;
 }
@@ -76,10 +81,10 @@ void raise(const Error& error) {
 
 Driver driver_from_addresses(const nb::dict& addresses) {
   Driver driver;
-#define PINSTAGE_SET(field, cuda_name, version, required, parameters)                              \
-  if (addresses.contains(cuda_name)) {                                                              \
+#define PINSTAGE_SET(field, cuda_name, version, required, parameters)                                        \
+  if (addresses.contains(cuda_name)) {                                                                       \
     driver.field = reinterpret_cast<decltype(driver.field)>(nb::cast<std::uintptr_t>(addresses[cuda_name])); \
-  }                                                                                                 \
+  }                                                                                                          \
   if (required && driver.field == nullptr) throw nb::value_error("the driver lacks " cuda_name);
   PINSTAGE_DRIVER_TABLE(PINSTAGE_SET)
 #undef PINSTAGE_SET
@@ -110,8 +115,8 @@ Device* cuda_devices[kMaxCudaDevices];
 
 struct PyDevice {
   std::shared_ptr<Device> device;
-  nb::object simulated;                    // keeps the SimulatedDevice alive; None for CUDA
-  nb::object default_pool = nb::none();    // a StagingPool, over device->default_pool
+  nb::object simulated;                  // keeps the SimulatedDevice alive; None for CUDA
+  nb::object default_pool = nb::none();  // a StagingPool, over device->default_pool
 
   PyDevice(std::shared_ptr<Device> core, nb::object source) : device(std::move(core)), simulated(std::move(source)) {}
   PyDevice(const PyDevice&) = delete;
@@ -170,8 +175,8 @@ Device* device_of(const TensorView& view) {
   return simulated != nullptr ? static_cast<Device*>(simulated->owner()) : nullptr;
 }
 
-// The pool that a copy to `dst` uses: the one given, else the default pool of dst's device. Null: the general path finds
-// out what is wrong, or sets the default pool up.
+// The pool that a copy to `dst` uses: the one given, else the default pool of dst's device. Null: the general path
+// finds out what is wrong, or sets the default pool up.
 std::shared_ptr<Pool> pool_for(const TensorView& dst, nb::handle given) {
   Device* const device = device_of(dst);
   if (device == nullptr) return nullptr;
@@ -207,22 +212,34 @@ bool try_copy(nb::handle dst, nb::handle src, nb::handle given_pool) {
   const std::shared_ptr<Pool> pool = pool_for(d, given_pool);
   if (pool == nullptr) return false;
   const Stream stream = pool->device().current_stream();
+  if (!bump_version(dst.ptr())) return false;
   {
-    const nb::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     stage_copy(*pool, plan, d, s, stream, wait_for({}));
   }
-  bump_version(dst.ptr());
   // The copy is under way: a warning that is an error must not make it look as if it were not.
   if (!warn_of_waits(*pool)) PyErr_WriteUnraisable(dst.ptr());
   return true;
 }
 
-// copy_ as a builtin: `copy_(dst, src)` goes straight to try_copy, which saves the frame of a Python function (0.1 us);
-// every other call, and whatever try_copy declines, goes to that function, the builtin's self, as it came.
+// copy_ as a builtin: what try_copy takes is done without the frame of a Python function (0.1 us); every other call,
+// and whatever try_copy declines, goes to that function, the builtin's self, as it came.
 PyObject* call_copy(PyObject* general, PyObject* const* args, Py_ssize_t count, PyObject* names) {
-  if (count == 2 && names == nullptr) {
+  nb::handle pool = nb::none();
+  bool fast = count == 2 || (count == 3 && args[2] == Py_True);
+  if (names != nullptr) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(names); ++i) {
+      PyObject* const name = PyTuple_GetItem(names, i);
+      if (PyUnicode_CompareWithASCIIString(name, "pool") == 0) {
+        pool = args[count + i];
+      } else {
+        fast = fast && args[count + i] == Py_True && PyUnicode_CompareWithASCIIString(name, "non_blocking") == 0;
+      }
+    }
+  }
+  if (fast) {
     try {
-      if (try_copy(args[0], args[1], nb::none())) {
+      if (try_copy(args[0], args[1], pool)) {
         Py_INCREF(args[0]);
         return args[0];
       }
@@ -291,7 +308,7 @@ bool try_copy_rows(nb::handle dst, nb::handle src, nb::handle index, int dim, nb
   if (pool == nullptr) return false;
   const Stream stream = pool->device().current_stream();
   {
-    const nb::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     stage_rows(*pool, plan, part.data, rows, stream, wait_for({}));
   }
   bump_version(dst.ptr());
@@ -312,7 +329,7 @@ bool try_gather(nb::handle out, nb::handle src, nb::handle index, int dim) {
   }
   rows.dst = o.data;
   {
-    const nb::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     gather(rows);
   }
   bump_version(out.ptr());
@@ -353,7 +370,7 @@ std::optional<PyLease> take(PyPool& self, const nb::tuple& shape, int dtype, std
     lease.shape[lease.ndim++] = n;
   }
   {
-    const nb::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     lease.ref = self.pool->take(std::max<std::uint64_t>(nbytes, 1), wait_for(timeout), block, owned);
   }
   if (lease.ref.slot == nullptr) return std::nullopt;
@@ -373,7 +390,8 @@ std::optional<Ticket> submit(PyLease& self, nb::handle dst) {
   std::copy_n(self.shape, self.ndim, s.shape);
   CopyPlan plan;
   if (!(d.dtype == self.dtype) || !d.same_shape(s) || d.numel() == 0 ||
-      !plan_copy(d.ndim, d.shape, d.strides, d.itemsize(), &plan) || !copies_bytes_only(dst.ptr(), dst.ptr(), d.dtype)) {
+      !plan_copy(d.ndim, d.shape, d.strides, d.itemsize(), &plan) ||
+      !copies_bytes_only(dst.ptr(), dst.ptr(), d.dtype)) {
     return std::nullopt;
   }
   Device& device = self.ref.pool->device();
@@ -381,7 +399,7 @@ std::optional<Ticket> submit(PyLease& self, nb::handle dst) {
   const Stream stream = device.current_stream();
   std::optional<Ticket> ticket;
   {
-    const nb::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     ticket = self.ref.pool->submit(self.ref, plan, reinterpret_cast<DevicePtr>(d.data), stream);
   }
   bump_version(dst.ptr());
@@ -402,7 +420,7 @@ nb::object device_view_of(PyLease& self) {
   if (device.kind() == DeviceKind::kSimulated) return tensor_of(self);
   DevicePtr address = 0;
   {
-    const nb::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     address = self.ref.pool->device_address(self.ref);
   }
   return tensor_over(self, reinterpret_cast<void*>(address), {kDlCuda, device.index()});
@@ -424,7 +442,7 @@ Stream stream_of(std::uintptr_t handle) { return reinterpret_cast<Stream>(handle
 
 NB_MODULE(_core, m) {
   using namespace pinstage;
-  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  using Unlocked = nb::call_guard<ReleasedGil>;
 
   m.doc() = "The compiled core of pinstage. Private: use the names of the pinstage package.";
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
@@ -436,47 +454,64 @@ NB_MODULE(_core, m) {
       // The signal handler's exception is set on this thread already.
     }
   });
+  nb::set_leak_warnings(false);  // threads that are parked at exit hold what they waited for
+  main_thread = nb::cast<unsigned long>(nb::module_::import_("threading").attr("main_thread")().attr("ident"));
   load_torch();
   select_isa(std::getenv("PINSTAGE_ISA"));
   bind_simulated_driver(m);
 
   m.def("driver_entries", &driver_entries, "(CUDA name, CUDA version, required) of every entry of the driver table.");
-  m.def("lying_event_query", [] { return reinterpret_cast<std::uintptr_t>(&lying_event_query); },
-        "Address of a cuEventQuery that always says done: the negative control of race tests.");
+  m.def(
+      "lying_event_query", [] { return reinterpret_cast<std::uintptr_t>(&lying_event_query); },
+      "Address of a cuEventQuery that always says done: the negative control of race tests.");
   m.def("isa", &isa, "The instruction set of the gather kernels in use.");
   m.def("try_copy", &try_copy, "dst"_a, "src"_a, "pool"_a.none());
-  m.def("with_fast_path", &with_fast_path, "copy"_a, "copy_ as a builtin, with `copy` for what its fast path declines.");
+  m.def("with_fast_path", &with_fast_path, "copy"_a,
+        "copy_ as a builtin, with `copy` for what its fast path declines.");
   m.def("try_copy_rows", &try_copy_rows, "dst"_a, "src"_a, "index"_a, "dim"_a, "pool"_a.none());
   m.def("try_gather", &try_gather, "out"_a, "src"_a, "index"_a, "dim"_a);
-  m.def("simulated_device_at", [](std::uintptr_t address) { return SimulatedDevice::find(reinterpret_cast<void*>(address)); },
-        "address"_a, nb::rv_policy::reference);
+  m.def(
+      "simulated_device_at",
+      [](std::uintptr_t address) { return SimulatedDevice::find(reinterpret_cast<void*>(address)); }, "address"_a,
+      nb::rv_policy::reference);
 
   nb::class_<Ticket>(m, "Ticket")
       .def("done", &Ticket::done, Unlocked())
-      .def("wait", [](const Ticket& self, std::optional<double> timeout) { self.wait(wait_for(timeout)); },
-           "timeout"_a.none() = nb::none(), Unlocked())
-      .def("wait_on", [](const Ticket& self, std::uintptr_t stream) { self.wait_on(stream_of(stream)); }, "stream"_a,
-           Unlocked());
+      .def(
+          "wait", [](const Ticket& self, std::optional<double> timeout) { self.wait(wait_for(timeout)); },
+          "timeout"_a.none() = nb::none(), Unlocked())
+      .def(
+          "wait_on", [](const Ticket& self, std::uintptr_t stream) { self.wait_on(stream_of(stream)); }, "stream"_a,
+          Unlocked());
 
   nb::class_<PyDevice>(m, "Device")
       .def_static("cuda", &cuda_device, "addresses"_a, "context"_a, "index"_a)
       .def_static("simulated", &simulated_device, "device"_a)
       .def_prop_ro("name", [](const PyDevice& self) { return self.device->name(); })
       .def_prop_ro("index", [](const PyDevice& self) { return self.device->index(); })
-      .def_prop_ro("usable", [](const PyDevice& self) { return self.device->usable(); },
-                   "False after shutdown() and in a forked child.")
-      .def_prop_ro("simulation", [](const PyDevice& self) { return self.simulated; },
-                   "The SimulatedDevice, or None for a GPU.")
+      .def_prop_rw(
+          "poll_batch", [](const PyDevice& self) { return self.device->poll_batch; },
+          [](PyDevice& self, std::uint64_t batch) {
+            self.device->poll_batch = std::clamp<std::uint64_t>(batch, 1, Fifo::kBatch);
+          },
+          "Fences that come together before a copy polls them: 1 reuses slots as early as can be. For tests.")
+      .def_prop_ro(
+          "usable", [](const PyDevice& self) { return self.device->usable(); },
+          "False after shutdown() and in a forked child.")
+      .def_prop_ro(
+          "simulation", [](const PyDevice& self) { return self.simulated; }, "The SimulatedDevice, or None for a GPU.")
       .def_prop_ro("current_stream",
                    [](const PyDevice& self) { return reinterpret_cast<std::uintptr_t>(self.device->current_stream()); })
-      .def("require_not_capturing",
-           [](const PyDevice& self, std::uintptr_t stream) {
-             const Device::Current current(*self.device);
-             self.device->require_not_capturing(stream_of(stream));
-           },
-           "stream"_a)
-      .def("fence", [](const PyDevice& self, std::uintptr_t stream) { return self.device->fence(stream_of(stream)); },
-           "stream"_a, Unlocked())
+      .def(
+          "require_not_capturing",
+          [](const PyDevice& self, std::uintptr_t stream) {
+            const Device::Current current(*self.device);
+            self.device->require_not_capturing(stream_of(stream));
+          },
+          "stream"_a)
+      .def(
+          "fence", [](const PyDevice& self, std::uintptr_t stream) { return self.device->fence(stream_of(stream)); },
+          "stream"_a, Unlocked())
       .def_prop_rw(
           "default_pool",
           [](const PyDevice& self) { return self.device->default_pool != nullptr ? self.default_pool : nb::none(); },
@@ -488,22 +523,27 @@ NB_MODULE(_core, m) {
       .def("shutdown", &PyDevice::shutdown);
 
   nb::class_<PyPool>(m, "Pool")
-      .def("__init__",
-           [](PyPool* self, const PyDevice& device, std::uint64_t initial_bytes, std::uint64_t max_bytes,
-              bool wait_when_full, bool warn_on_wait, bool pageable) {
-             new (self) PyPool{Pool::make(device.device, {initial_bytes, max_bytes, wait_when_full, warn_on_wait, pageable})};
-           },
-           "device"_a, "initial_bytes"_a, "max_bytes"_a, "wait_when_full"_a, "warn_on_wait"_a, "pageable"_a)
+      .def(
+          "__init__",
+          [](PyPool* self, const PyDevice& device, std::uint64_t initial_bytes, std::uint64_t max_bytes,
+             bool wait_when_full, bool warn_on_wait, bool pageable) {
+            new (self)
+                PyPool{Pool::make(device.device, {initial_bytes, max_bytes, wait_when_full, warn_on_wait, pageable})};
+          },
+          "device"_a, "initial_bytes"_a, "max_bytes"_a, "wait_when_full"_a, "warn_on_wait"_a, "pageable"_a)
       .def("_take", &take, "shape"_a, "dtype"_a, "timeout"_a.none(), "block"_a, "owned"_a)
-      .def("_reclaim", [](PyPool& self, bool synchronize) { return self.pool->reclaim(synchronize); }, "synchronize"_a,
-           Unlocked())
-      .def("_trim", [](PyPool& self) { return self.pool->trim(); }, Unlocked())
-      .def("_reserve", [](PyPool& self, std::uint64_t nbytes) { self.pool->reserve(nbytes); }, "nbytes"_a, Unlocked())
+      .def(
+          "_reclaim", [](PyPool& self, bool synchronize) { return self.pool->reclaim(synchronize); }, "synchronize"_a,
+          Unlocked())
+      .def(
+          "_trim", [](PyPool& self) { return self.pool->trim(); }, Unlocked())
+      .def(
+          "_reserve", [](PyPool& self, std::uint64_t nbytes) { self.pool->reserve(nbytes); }, "nbytes"_a, Unlocked())
       .def("_close",
            [](PyPool& self) {
              Device& device = self.pool->device();
              if (device.default_pool == self.pool) device.default_pool = nullptr;
-             const nb::gil_scoped_release no_gil;
+             const ReleasedGil no_gil;
              self.pool->close(wait_for({}));
            })
       .def("_closed", [](PyPool& self) { return self.pool->closed(); })
@@ -514,15 +554,19 @@ NB_MODULE(_core, m) {
       .def("tensor", &tensor_of)
       .def("device_view", &device_view_of)
       .def("submit", &submit, "dst"_a)
-      .def("retire",
-           [](PyLease& self, std::uintptr_t stream) { return self.ref.pool->retire(self.ref, stream_of(stream)); },
-           "stream"_a, Unlocked())
+      .def(
+          "retire",
+          [](PyLease& self, std::uintptr_t stream) { return self.ref.pool->retire(self.ref, stream_of(stream)); },
+          "stream"_a, Unlocked())
       .def("hand_over", [](PyLease& self) { return self.ref.pool->hand_over(self.ref); })
       .def("cancel", [](PyLease& self) { self.ref.pool->cancel(self.ref); })
       .def("declared", [](PyLease& self) { return self.ref.pool->declared(self.ref); })
       .def("is_open", [](PyLease& self) { return self.ref.pool->is_open(self.ref); })
-      .def("wait_reusable",
-           [](PyLease& self, std::optional<double> timeout) { self.ref.pool->wait_reusable(self.ref, wait_for(timeout)); },
-           "timeout"_a.none(), Unlocked())
+      .def(
+          "wait_reusable",
+          [](PyLease& self, std::optional<double> timeout) {
+            self.ref.pool->wait_reusable(self.ref, wait_for(timeout));
+          },
+          "timeout"_a.none(), Unlocked())
       .def_prop_ro("nbytes_reserved", [](PyLease& self) { return self.ref.slot->nbytes; });
 }

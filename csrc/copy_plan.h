@@ -16,16 +16,17 @@ inline constexpr int kMaxDims = 8;  // tensors of more dimensions take the gener
 struct CopyPlan {
   // The slot's bytes, densely: depth slices of height rows of width bytes, repeated over `repeats` outer steps.
   std::size_t width = 0, height = 1, depth = 1;
-  std::size_t pitch = 0;        // bytes between rows at the destination (height > 1 or depth > 1)
-  std::size_t slice_rows = 0;   // rows between slices at the destination (depth > 1)
-  std::size_t repeats = 1;      // outer steps, each a copy of its own
+  std::size_t pitch = 0;       // bytes between rows at the destination (height > 1 or depth > 1)
+  std::size_t slice_rows = 0;  // rows between slices at the destination (depth > 1)
+  std::size_t repeats = 1;     // outer steps, each a copy of its own
   std::int64_t repeat_stride = 0;
 
   std::size_t nbytes() const noexcept { return width * height * depth * repeats; }
 };
 
-// The plan for a destination of `ndim` dimensions (strides in elements), or false when the copy engine cannot do it well:
-// a stride of 0 (overlap), innermost elements apart, rows too short, too many outer steps, a pitch past the hardware's.
+// The plan for a destination of `ndim` dimensions (strides in elements), or false when the copy engine cannot do it
+// well: a stride of 0 (overlap), innermost elements apart, rows too short, too many outer steps, a pitch past the
+// hardware's.
 bool plan_copy(int ndim, const std::int64_t* shape, const std::int64_t* strides, std::size_t itemsize, CopyPlan* plan);
 
 // Enqueues the plan. *enqueued counts the copies that the driver took, also when a later one failed.

@@ -95,8 +95,9 @@ bool Waiter::pause(bool queued_work) {
   const Status status = queued_work ? device_.driver().idle(round_) : pause_then_sleep(round_);
   if (status == status::kNothingCanRun) {
     throw Error(ErrorKind::kDriver,
-                device_.name() + ": this wait would never end, because no queued step may run (schedule \"manual\", or a "
-                                 "wait on something that was never enqueued). Run the steps first: dev.run()",
+                device_.name() +
+                    ": this wait would never end, because no queued step may run (schedule \"manual\", or a "
+                    "wait on something that was never enqueued). Run the steps first: dev.run()",
                 status);
   }
   ++round_;
@@ -123,8 +124,7 @@ Device::Relaxed::~Relaxed() {
   if (entered_) device_.driver_.thread_exchange_capture_mode(&previous_);
 }
 
-Device::Device(const Driver& driver, Context context, DeviceKind kind, int index, CurrentStream stream_of,
-               void* source)
+Device::Device(const Driver& driver, Context context, DeviceKind kind, int index, CurrentStream stream_of, void* source)
     : driver_(driver),
       context_(context),
       kind_(kind),
@@ -150,9 +150,10 @@ bool Device::usable() const noexcept {
 void Device::require_usable() const {
   if (usable()) return;
   if (fork_generation_ != g_fork_generation.load(std::memory_order_relaxed)) {
-    throw Error(ErrorKind::kForked, name() +
-                                        " was set up before this process was forked, and CUDA does not survive a fork. "
-                                        "Start workers with the \"spawn\" method, or fork before the first use of pinstage");
+    throw Error(ErrorKind::kForked,
+                name() +
+                    " was set up before this process was forked, and CUDA does not survive a fork. "
+                    "Start workers with the \"spawn\" method, or fork before the first use of pinstage");
   }
   throw Error(ErrorKind::kLeaseState, name() + " was shut down; make a new device or pool");
 }
@@ -176,8 +177,9 @@ void Device::require_not_capturing(Stream stream) const {
   if (status != status::kSuccess && status != status::kStreamCaptureImplicit) fail(status, "cuStreamIsCapturing", "");
   throw Error(ErrorKind::kCapture,
               std::string(status == status::kStreamCaptureImplicit
-                              ? "another stream of " + name() + " is being captured, and work on the default stream would "
-                                                                "break that capture"
+                              ? "another stream of " + name() +
+                                    " is being captured, and work on the default stream would "
+                                    "break that capture"
                               : "the stream is being captured into a CUDA graph on " + name()) +
                   ": every replay would read this slot again, after others have written it. Nothing was enqueued. Copy "
                   "before the capture, or stage on a stream that is not captured",
@@ -246,7 +248,7 @@ Ticket Device::fence(Stream stream) {
   {
     std::unique_lock<std::mutex> lock(mutex_);
     Fifo& fifo = retirement_.fifo(stream);
-    if (fifo.worth_polling()) poll(lock, fifo);
+    if (fifo.worth_polling(poll_batch)) poll(lock, fifo);
     reserved = reserve(lock, fifo);
   }
   Ticket ticket{shared_from_this()};
@@ -262,7 +264,7 @@ bool Device::poll(std::unique_lock<std::mutex>& lock, Fifo& fifo, Status* error)
     cells[i] = fifo.at(i).cell;
     generations[i] = cells[i]->generation.load(std::memory_order_relaxed);
   }
-  fifo.polled();
+  fifo.polled(poll_batch);
   if (count == 0) return false;
   lock.unlock();
   std::uint64_t passed = 0;

@@ -31,8 +31,8 @@ enum class DeviceKind { kCuda, kSimulated };
 
 // How long a call may wait, and how it learns of Ctrl-C.
 struct Wait {
-  double timeout_seconds = -1;        // negative: no limit
-  bool (*interrupted)() = nullptr;    // true: give up, a Python error is set
+  double timeout_seconds = -1;      // negative: no limit
+  bool (*interrupted)() = nullptr;  // true: give up, a Python error is set
 };
 
 // One wait. pause() between two polls, holding no lock.
@@ -68,7 +68,9 @@ class Device : public std::enable_shared_from_this<Device> {
  public:
   using CurrentStream = Stream (*)(void* source, int index);
 
-  // `stream_of(source, index)` is the stream that is current in the calling thread.
+  // `stream_of(source, index)` is the stream that is current in the calling thread. A simulated device polls at every
+  // chance rather than in batches: slots are reused as early as can be, so that races show. So does a device under
+  // test.
   Device(const Driver& driver, Context context, DeviceKind kind, int index, CurrentStream stream_of, void* source);
   ~Device();
   Device(const Device&) = delete;
@@ -121,7 +123,8 @@ class Device : public std::enable_shared_from_this<Device> {
     bool entered_;
   };
 
-  // Everything that a fence needs, taken before anything is enqueued, so that recording is the last thing that can fail.
+  // Everything that a fence needs, taken before anything is enqueued, so that recording is the last thing that can
+  // fail.
   struct Reserved {
     Fifo* fifo = nullptr;
     FenceCell* cell = nullptr;
@@ -155,6 +158,9 @@ class Device : public std::enable_shared_from_this<Device> {
 
   // What copies without a pool of their own use. Guarded by the GIL, not by mutex().
   std::shared_ptr<Pool> default_pool;
+
+  // Fences that a caller who is not short of room lets come together before it polls.
+  std::uint64_t poll_batch = kind() == DeviceKind::kSimulated ? 1 : Fifo::kBatch;
 
  private:
   friend struct Ticket;

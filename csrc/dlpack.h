@@ -1,8 +1,8 @@
 // Copyright (c) 2026 The pinstage authors.
 // SPDX-License-Identifier: Apache-2.0
 //
-// The part of the DLPack 1.x ABI that is used here. Layouts are fixed by DLPack's major version, which is checked before
-// the first use (tensor_view.cpp). https://dmlc.github.io/dlpack/latest/c_api.html
+// The part of the DLPack 1.x ABI that is used here. Layouts are fixed by DLPack's major version, which is checked
+// before the first use (tensor_view.cpp). https://dmlc.github.io/dlpack/latest/c_api.html
 #pragma once
 
 #include <cstdint>

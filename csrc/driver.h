@@ -43,16 +43,16 @@ inline constexpr Status kUnknown = 999;
 inline constexpr Status kNothingCanRun = -1;
 }  // namespace status
 
-inline constexpr unsigned kHostAllocPortable = 1;    // CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTREGISTER_PORTABLE
-inline constexpr unsigned kHostAllocDeviceMap = 2;   // CU_MEMHOSTALLOC_DEVICEMAP
-inline constexpr unsigned kEventDisableTiming = 2;   // CU_EVENT_DISABLE_TIMING
-inline constexpr int kCaptureModeGlobal = 0;         // CUstreamCaptureMode
+inline constexpr unsigned kHostAllocPortable = 1;   // CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTREGISTER_PORTABLE
+inline constexpr unsigned kHostAllocDeviceMap = 2;  // CU_MEMHOSTALLOC_DEVICEMAP
+inline constexpr unsigned kEventDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
+inline constexpr int kCaptureModeGlobal = 0;        // CUstreamCaptureMode
 inline constexpr int kCaptureModeThreadLocal = 1;
 inline constexpr int kCaptureModeRelaxed = 2;
-inline constexpr int kCaptureStatusNone = 0;         // CUstreamCaptureStatus
+inline constexpr int kCaptureStatusNone = 0;  // CUstreamCaptureStatus
 inline constexpr int kCaptureStatusActive = 1;
 inline constexpr int kCaptureStatusInvalidated = 2;
-inline constexpr unsigned kMemoryTypeHost = 1;       // CUmemorytype
+inline constexpr unsigned kMemoryTypeHost = 1;  // CUmemorytype
 inline constexpr unsigned kMemoryTypeDevice = 2;
 
 // CUDA_MEMCPY2D_v2
@@ -117,8 +117,8 @@ static_assert(sizeof(MemcpyAttributes) == 24, "layout of CUmemcpyAttributes_v1")
   X(memcpy_2d_async, "cuMemcpy2DAsync", 3020, true, (const Memcpy2D* copy, Stream stream))                            \
   X(memcpy_3d_async, "cuMemcpy3DAsync", 3020, true, (const Memcpy3D* copy, Stream stream))                            \
   X(memcpy_batch_async, "cuMemcpyBatchAsync", 13000, false,                                                           \
-    (DevicePtr * dsts, DevicePtr * srcs, std::size_t * sizes, std::size_t count, MemcpyAttributes * attrs,            \
-     std::size_t * attr_indices, std::size_t num_attrs, Stream stream))                                               \
+    (DevicePtr * dsts, DevicePtr * srcs, std::size_t* sizes, std::size_t count, MemcpyAttributes* attrs,              \
+     std::size_t* attr_indices, std::size_t num_attrs, Stream stream))                                                \
   X(event_create, "cuEventCreate", 2000, true, (Event * out, unsigned flags))                                         \
   X(event_record, "cuEventRecord", 2000, true, (Event event, Stream stream))                                          \
   X(event_query, "cuEventQuery", 2000, true, (Event event))                                                           \

@@ -169,8 +169,8 @@ bool Pool::only_this_thread_can_help() const noexcept {
 void Pool::exhausted(std::uint64_t nbytes, const std::string& why) {
   const auto bytes = [this](SlotState state) { return std::to_string(stats_.bytes[int(state)]); };
   throw Error(ErrorKind::kPoolExhausted,
-              "no room for " + std::to_string(nbytes) + " bytes in the staging pool of " + device_->name() + ": " + why +
-                  ". max_bytes " + std::to_string(options_.max_bytes) + ", capacity " +
+              "no room for " + std::to_string(nbytes) + " bytes in the staging pool of " + device_->name() + ": " +
+                  why + ". max_bytes " + std::to_string(options_.max_bytes) + ", capacity " +
                   std::to_string(stats_.capacity) + ", of which open " + bytes(SlotState::kOpen) + ", in flight " +
                   bytes(SlotState::kInFlight) + ", held by living tensors " + bytes(SlotState::kHeld) + ", parked " +
                   bytes(SlotState::kParked) + ", captured " + bytes(SlotState::kCaptured) + ", quarantined " +
@@ -219,7 +219,8 @@ void Pool::add_slab(const SlabMemory& memory, Status status, std::uint64_t capac
   if (status != status::kSuccess) {
     device_->fail(status, "cuMemHostAlloc",
                   "Pinning " + std::to_string(memory.nbytes) + " bytes of host memory was refused; the pool holds " +
-                      std::to_string(capacity) + " bytes and is unchanged. Free host memory, raise the limit on locked "
+                      std::to_string(capacity) +
+                      " bytes and is unchanged. Free host memory, raise the limit on locked "
                       "memory (ulimit -l), lower max_bytes, or set PINSTAGE_PINNED=never");
   }
   try {
@@ -241,9 +242,8 @@ std::uint64_t Pool::free_empty_slabs(std::uint64_t enough) {
   std::uint64_t freed = 0;
   {
     const Guard lock(device_->mutex());
-    std::stable_sort(slabs_.begin(), slabs_.end(), [](const auto& a, const auto& b) {
-      return a->memory.nbytes < b->memory.nbytes;
-    });
+    std::stable_sort(slabs_.begin(), slabs_.end(),
+                     [](const auto& a, const auto& b) { return a->memory.nbytes < b->memory.nbytes; });
     std::uint64_t available = 0;
     for (const std::unique_ptr<Slab>& slab : slabs_) {
       if (slab->offsets.empty()) available += slab->memory.nbytes;
@@ -275,7 +275,7 @@ Pool::Prepared Pool::begin(std::uint64_t nbytes, Stream stream, const Wait& wait
   Lock lock(device_->mutex());
   require_open();
   Fifo& fifo = device_->retirement().fifo(stream);
-  if (fifo.worth_polling()) device_->poll(lock, fifo);
+  if (fifo.worth_polling(device_->poll_batch)) device_->poll(lock, fifo);
   Slot* slot = place(nbytes, false);
   if (slot == nullptr) {
     lock.unlock();
@@ -428,8 +428,9 @@ void Pool::cancel(const LeaseRef& lease) {
   const Guard lock(device_->mutex());
   Slot* slot = open(lease);
   if (slot->declared > 0) {
-    throw Error(ErrorKind::kLeaseState,
-                "a lease that was copied from or retired cannot be cancelled: its bytes are being read. Close it instead");
+    throw Error(
+        ErrorKind::kLeaseState,
+        "a lease that was copied from or retired cannot be cancelled: its bytes are being read. Close it instead");
   }
   slot->handed_over = true;
   slot->declared = 1;
@@ -446,8 +447,9 @@ void Pool::wait_reusable(const LeaseRef& lease, const Wait& wait) {
       const Guard lock(device_->mutex());
       Slot* slot = open(lease);
       if (slot->unfenced) {
-        throw Error(ErrorKind::kDriver, "no fence could be recorded for the last use of this buffer, so nothing tells when "
-                                        "it may be written again; make a new buffer");
+        throw Error(ErrorKind::kDriver,
+                    "no fence could be recorded for the last use of this buffer, so nothing tells when "
+                    "it may be written again; make a new buffer");
       }
       if (slot->pending == 0) {
         if (waited) stats_.wait_seconds += waiter.seconds();
@@ -588,7 +590,11 @@ void Pool::reserve(std::uint64_t nbytes) {
   {
     const Guard lock(device_->mutex());
     require_open();
-    if (Offsets::round_up(nbytes) > options_.max_bytes) exhausted(nbytes, "reserve() asks for more than max_bytes");
+    // max_bytes was rounded down to whole granules: what was asked for may be rounded likewise.
+    if (nbytes / Offsets::kGranule > options_.max_bytes / Offsets::kGranule) {
+      exhausted(nbytes, "reserve() asks for more than max_bytes");
+    }
+    nbytes = std::min(Offsets::round_up(nbytes), options_.max_bytes);
     capacity = stats_.capacity;
   }
   if (nbytes <= capacity) return;

@@ -48,19 +48,20 @@ struct Slot {
   Slab* slab = nullptr;
   Offsets::Block block = 0;
   char* data = nullptr;
-  std::uint64_t nbytes = 0;     // reserved: the request rounded up to 256 (I3)
+  std::uint64_t nbytes = 0;  // reserved: the request rounded up to 256 (I3)
   SlotState state = SlotState::kFree;
-  bool handed_over = false;     // nobody writes it any more
-  std::uint32_t declared = 0;   // copies and retires that cover its readers
-  bool owned = false;           // DoubleBuffer and its like: reused in place by its owner, by fence alone
-  bool unfenced = false;        // read by work that no fence covers: quarantined when it is handed over
-  std::uint32_t pending = 0;    // fences that have not passed
-  std::uint32_t tensors = 0;    // exported tensors that live
-  const void* thread = nullptr; // who took it
-  std::uint64_t lease = 0;      // number of the take, never repeated: a stale LeaseRef finds another one here
+  bool handed_over = false;      // nobody writes it any more
+  std::uint32_t declared = 0;    // copies and retires that cover its readers
+  bool owned = false;            // DoubleBuffer and its like: reused in place by its owner, by fence alone
+  bool unfenced = false;         // read by work that no fence covers: quarantined when it is handed over
+  std::uint32_t pending = 0;     // fences that have not passed
+  std::uint32_t tensors = 0;     // exported tensors that live
+  const void* thread = nullptr;  // who took it
+  std::uint64_t lease = 0;       // number of the take, never repeated: a stale LeaseRef finds another one here
 };
 
-// The caller's hold on a slot it took. Any use after the hand-over is an error, never an access to somebody else's slot.
+// The caller's hold on a slot it took. Any use after the hand-over is an error, never an access to somebody else's
+// slot.
 struct LeaseRef {
   std::shared_ptr<Pool> pool;
   Slot* slot = nullptr;
@@ -68,7 +69,8 @@ struct LeaseRef {
 };
 
 struct PoolStats {
-  std::uint64_t capacity = 0, high_water = 0, slabs = 0, host_allocations = 0, events_created = 0, copies = 0, waits = 0;
+  std::uint64_t capacity = 0, high_water = 0, slabs = 0, host_allocations = 0, events_created = 0, copies = 0,
+                waits = 0;
   std::uint64_t bytes[kSlotStates] = {};
   double wait_seconds = 0;
   bool pageable = false;
@@ -118,11 +120,11 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void stage(std::uint64_t nbytes, const CopyPlan& plan, DevicePtr dst, Stream stream, const Wait& wait, Fill&& fill);
 
   // --- maintenance ---
-  std::uint64_t reclaim(bool synchronize);      // bytes that became free
-  std::uint64_t trim();                         // frees whole slabs; bytes unpinned
-  void reserve(std::uint64_t nbytes);           // capacity of at least nbytes
+  std::uint64_t reclaim(bool synchronize);  // bytes that became free
+  std::uint64_t trim();                     // frees whole slabs; bytes unpinned
+  void reserve(std::uint64_t nbytes);       // capacity of at least nbytes
   void close(const Wait& wait);
-  void abandon() noexcept;                      // the last owner is gone: close without waiting
+  void abandon() noexcept;  // the last owner is gone: close without waiting
   bool closed();
   PoolStats stats();
   bool take_wait_notice() noexcept { return wait_notice_.exchange(false, std::memory_order_relaxed); }
@@ -183,7 +185,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
 };
 
 template <class Fill>
-void Pool::stage(std::uint64_t nbytes, const CopyPlan& plan, DevicePtr dst, Stream stream, const Wait& wait, Fill&& fill) {
+void Pool::stage(std::uint64_t nbytes, const CopyPlan& plan, DevicePtr dst, Stream stream, const Wait& wait,
+                 Fill&& fill) {
   device_->require_usable();
   Device::Current current(*device_);
   device_->require_not_capturing(stream);

@@ -11,7 +11,8 @@
 //
 // When to poll. The query that first sees the device's progress costs 1.3 us, every query of an older fence of the same
 // stream after it 0.2 us, a busy one 0.2 us (H200 host, driver 580; benchmarks/results/event_query.json). So fences are
-// polled in batches, the youngest first as a hint; what is popped is still popped from the head, each fence by its own query.
+// polled in batches, the youngest first as a hint; what is popped is still popped from the head, each fence by its own
+// query.
 //
 // Nothing here locks or calls the driver: Device does both, and holds its mutex around every call.
 #pragma once
@@ -59,11 +60,12 @@ class Fifo {
 
   // Is a poll worth its cost to a caller who is not short of room? Once two batches of fences came together (the older
   // one has likely passed) or many bytes did; after a poll in vain, when half a batch more did.
-  bool worth_polling() const noexcept {
-    return size() >= 2 * kBatch ? submitted_ >= next_poll_ : bytes_ >= kBatchBytes;
+  // `batch` is kBatch, or 1 to reuse slots as early as can be.
+  bool worth_polling(std::uint64_t batch) const noexcept {
+    return size() >= 2 * batch - 1 ? submitted_ >= next_poll_ : bytes_ >= kBatchBytes;
   }
-  void polled() noexcept {
-    next_poll_ = submitted_ + kBatch / 2;
+  void polled(std::uint64_t batch) noexcept {
+    next_poll_ = submitted_ + batch / 2;
     bytes_ = 0;
   }
 

@@ -1,8 +1,8 @@
 // Copyright (c) 2026 The pinstage authors.
 // SPDX-License-Identifier: Apache-2.0
 //
-// The snapshots: view tensors, take a slot, snapshot or gather into it, submit the copy, record its fence. One call each,
-// made without the GIL. The caller may write the source as soon as the call returns.
+// The snapshots: view tensors, take a slot, snapshot or gather into it, submit the copy, record its fence. One call
+// each, made without the GIL. The caller may write the source as soon as the call returns.
 #pragma once
 
 #include "gather.h"

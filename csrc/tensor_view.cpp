@@ -3,6 +3,7 @@
 #include "tensor_view.h"
 
 #include <Python.h>
+#include <dlfcn.h>
 
 #include <cstring>
 #include <memory>
@@ -15,19 +16,29 @@
 namespace pinstage {
 namespace {
 
+// torch's own functions on an at::Tensor, see find_native().
+struct Native {
+  void (*bump)(const void* tensor) = nullptr;    // torch::autograd::impl::bump_version; throws for what torch refuses
+  bool (*is_neg)(const void* tensor) = nullptr;  // at::native::is_neg
+  std::size_t word = 0;                          // where a Python tensor holds its at::Tensor
+
+  const void* tensor(PyObject* object) const { return reinterpret_cast<void**>(object) + word; }
+};
+
 // What torch offers, looked up once. The module's state, not the core's: one interpreter has one torch.
 struct Torch {
   const DlExchangeApi* exchange = nullptr;
   PyTypeObject* tensor_type = nullptr;
-  PyObject* has_torch_function = nullptr;   // (tensor) -> bool; for an exact Tensor: is a torch function mode active
-  PyObject* dispatch_stack = nullptr;       // () -> int
-  PyObject* is_neg = nullptr;               // Tensor.is_neg
-  PyObject* is_conj = nullptr;              // Tensor.is_conj
-  PyObject* increment_version = nullptr;    // (iterable of tensors) -> None
-  PyObject* requires_grad = nullptr;        // the property's descriptor
+  PyObject* has_torch_function = nullptr;  // (tensor) -> bool; for an exact Tensor: is a torch function mode active
+  PyObject* dispatch_stack = nullptr;      // () -> int
+  PyObject* is_neg = nullptr;              // Tensor.is_neg
+  PyObject* is_conj = nullptr;             // Tensor.is_conj
+  PyObject* increment_version = nullptr;   // (iterable of tensors) -> None
+  PyObject* requires_grad = nullptr;       // the property's descriptor
   descrgetfunc get_requires_grad = nullptr;
-  PyObject* forward_ad = nullptr;           // torch.autograd.forward_ad
-  PyObject* current_level = nullptr;        // "_current_level", -1 outside
+  Native native;
+  PyObject* forward_ad = nullptr;     // torch.autograd.forward_ad
+  PyObject* current_level = nullptr;  // "_current_level", -1 outside
 };
 Torch torch;
 
@@ -38,6 +49,56 @@ PyObject* attribute(PyObject* owner, const char* name) {
     throw std::runtime_error(std::string("pinstage needs torch >= 2.10: it found no ") + name);
   }
   return value;
+}
+
+std::uintptr_t number(PyObject* owner, const char* name) {
+  PyObject* value = attribute(owner, name);
+  const std::uintptr_t result = PyLong_AsSize_t(value);
+  Py_DECREF(value);
+  PyErr_Clear();
+  return result;
+}
+
+// The word of a Python tensor that points to its TensorImpl: an at::Tensor is no more than that pointer. 0: not found.
+std::size_t tensor_word(PyObject* tensor) {
+  const std::uintptr_t impl = number(tensor, "_cdata");
+  const std::size_t words = number(reinterpret_cast<PyObject*>(torch.tensor_type), "__basicsize__") / sizeof(void*);
+  for (std::size_t i = 2; i < words; ++i) {
+    if (reinterpret_cast<std::uintptr_t*>(tensor)[i] == impl) return i;
+  }
+  return 0;
+}
+
+// Two things that every copy asks are not in the exchange API, and cost 0.5 us of a copy's 3 when Python is asked:
+// counting the write, and the negative bit. torch exports the C++ functions behind them. They are used when both are
+// there and when trying them on two tensors shows that the word which holds their at::Tensor was found and that they do
+// as expected; else the Python functions are.
+void find_native(PyObject* module) {
+  void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  if (library == nullptr) return;
+  Native native;
+  native.bump =
+      reinterpret_cast<decltype(native.bump)>(dlsym(library, "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE"));
+  native.is_neg = reinterpret_cast<decltype(native.is_neg)>(dlsym(library, "_ZN2at6native6is_negERKNS_6TensorE"));
+  dlclose(library);  // torch keeps it loaded
+  if (native.bump == nullptr || native.is_neg == nullptr) return;
+  PyObject* plain = PyObject_CallMethod(module, "ones", "i", 1);
+  PyObject* negated = plain != nullptr ? PyObject_CallMethod(module, "_neg_view", "O", plain) : nullptr;
+  if (negated != nullptr) {
+    const std::size_t word = tensor_word(plain);
+    if (word != 0 && word == tensor_word(negated)) {
+      native.word = word;
+      const std::uintptr_t before = number(plain, "_version");
+      native.bump(native.tensor(plain));
+      if (number(plain, "_version") == before + 1 && !native.is_neg(native.tensor(plain)) &&
+          native.is_neg(native.tensor(negated))) {
+        torch.native = native;
+      }
+    }
+  }
+  Py_XDECREF(negated);
+  Py_XDECREF(plain);
+  PyErr_Clear();
 }
 
 // Calls a cached builtin of torch on one argument (or none). A failure counts as "not plain": torch itself then reports
@@ -53,8 +114,13 @@ bool is_true(PyObject* callable, PyObject* argument) {
   return truth != 0;
 }
 
+bool is_neg(PyObject* tensor) {
+  return torch.native.word != 0 ? torch.native.is_neg(torch.native.tensor(tensor)) : is_true(torch.is_neg, tensor);
+}
+
 bool requires_grad(PyObject* tensor) {
-  PyObject* result = torch.get_requires_grad(torch.requires_grad, tensor, reinterpret_cast<PyObject*>(torch.tensor_type));
+  PyObject* result =
+      torch.get_requires_grad(torch.requires_grad, tensor, reinterpret_cast<PyObject*>(torch.tensor_type));
   if (result == nullptr) {
     PyErr_Clear();
     return true;
@@ -143,6 +209,7 @@ void load_torch() {
     PyErr_Clear();
     throw std::runtime_error("torch.autograd.forward_ad is missing");
   }
+  find_native(module);
   Py_DECREF(internals);
   Py_DECREF(capsule);
   Py_DECREF(module);
@@ -169,19 +236,27 @@ bool view_tensor(PyObject* object, TensorView* out) {
 
 bool copies_bytes_only(PyObject* dst, PyObject* src, DlDataType dtype) {
   if (is_true(torch.has_torch_function, dst) || is_true(torch.dispatch_stack, nullptr)) return false;
-  // Integers know no gradient, and get a negative bit from no public function of torch: it comes from conj().imag.
-  if (is_integral(dtype)) return true;
+  if (is_neg(dst) || is_neg(src)) return false;
+  if (is_integral(dtype)) return true;  // knows no gradient
   if (requires_grad(dst) || requires_grad(src) || in_dual_level()) return false;
-  if (dtype.code == kDlComplex && (is_true(torch.is_conj, dst) || is_true(torch.is_conj, src))) return false;
-  return !is_true(torch.is_neg, dst) && !is_true(torch.is_neg, src);
+  return dtype.code != kDlComplex || !(is_true(torch.is_conj, dst) || is_true(torch.is_conj, src));
 }
 
-void bump_version(PyObject* dst) {
+bool bump_version(PyObject* dst) {
+  if (torch.native.word != 0) {
+    try {
+      torch.native.bump(torch.native.tensor(dst));
+      return true;
+    } catch (...) {
+      return false;
+    }
+  }
   PyObject* tensors = PyTuple_Pack(1, dst);
   PyObject* result = tensors != nullptr ? PyObject_Vectorcall(torch.increment_version, &tensors, 1, nullptr) : nullptr;
   Py_XDECREF(tensors);
   Py_XDECREF(result);
-  if (result == nullptr) PyErr_Clear();  // the copy is under way: there is no undoing it for a counter's sake
+  PyErr_Clear();
+  return result != nullptr;
 }
 
 Stream cuda_current_stream(void*, int index) {

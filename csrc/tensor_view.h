@@ -2,8 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // torch tensors without linking torch: read and made through the DLPack C exchange API of torch.Tensor (50-70 ns a
-// tensor), plus the few Python entry points that tell what DLPack does not carry. Every function needs the GIL, and none
-// runs under a lock of ours.
+// tensor), plus the few Python entry points that tell what DLPack does not carry. Every function needs the GIL, and
+// none runs under a lock of ours.
 #pragma once
 
 #include <cstdint>
@@ -42,13 +42,13 @@ bool view_tensor(_object* object, TensorView* out);
 // True when torch would do nothing on `dst.copy_(src)` but copy bytes: no mode is active, autograd does not watch, no
 // conjugate or negative bit is set.
 bool copies_bytes_only(_object* dst, _object* src, DlDataType dtype);
-// What torch does to dst after an in-place write. Inference tensors have no version.
-void bump_version(_object* dst);
+// Counts an in-place write to dst, as torch does; inference tensors have no count. False: torch refuses such a write.
+bool bump_version(_object* dst);
 
 Stream cuda_current_stream(void* unused, int index);
 
-// A tensor over `data`, the bytes of an open lease as `device` addresses them; the slot is not reused while it or a view
-// of it lives. New reference, or nullptr with a Python error set.
+// A tensor over `data`, the bytes of an open lease as `device` addresses them; the slot is not reused while it or a
+// view of it lives. New reference, or nullptr with a Python error set.
 _object* tensor_over_slot(const LeaseRef& lease, void* data, DlDevice device, int ndim, const std::int64_t* shape,
                           DlDataType dtype);
 

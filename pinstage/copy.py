@@ -115,6 +115,7 @@ def _torch_must_see(dst: torch.Tensor, src: torch.Tensor) -> bool:
         or torch._C._len_torch_function_stack() > 0
         or torch._C._len_torch_dispatch_stack() > 0
         or dst.numel() == 0
+        or (dst.is_inference() and not torch.is_inference_mode_enabled())
         or torch._debug_has_internal_overlap(dst) == 1
     )
 

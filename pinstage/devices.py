@@ -99,7 +99,9 @@ def stream_handle(stream: StreamLike) -> int:
         return int(stream.cuda_stream)
     if hasattr(stream, "__cuda_stream__"):
         return int(stream.__cuda_stream__()[1])
-    raise TypeError(f"a stream is a torch.cuda.Stream, an int handle or has __cuda_stream__; got {type(stream).__name__}")
+    raise TypeError(
+        f"a stream is a torch.cuda.Stream, an int handle or has __cuda_stream__; got {type(stream).__name__}"
+    )
 
 
 def run_on_stream(core: _core.Device, step: Callable[[], object], *, writes: torch.Tensor) -> None:
@@ -112,7 +114,9 @@ def run_on_stream(core: _core.Device, step: Callable[[], object], *, writes: tor
         with torch.autograd._unsafe_preserve_version_counter(writes), torch.no_grad():
             step()
 
-    core.simulation.launch(core.current_stream, kernel)
+    status = core.simulation.launch(core.current_stream, kernel)
+    if status != 0:
+        raise DriverError(f"launching a copy on {core.name} failed: {_core.simulated_error(status)[0]}", status)
     torch._C._increment_version([writes])  # now, as torch counts a write when it is enqueued
 
 
@@ -121,3 +125,4 @@ def _shut_down() -> None:
     # Tensors and pools may outlive the driver; from here on none of them calls it.
     for core in (*_cuda_devices.values(), *_simulated_devices.values()):
         core.shutdown()
+    _core.prepare_exit()

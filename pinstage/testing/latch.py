@@ -127,13 +127,17 @@ class _Gate:
 
     def __init__(self, stream: int) -> None:
         driver = _driver()
-        self.word = ctypes.c_uint32.from_address(_call("cuMemHostAlloc", 4, driver.CU_MEMHOSTALLOC_DEVICEMAP))
+        self.word = _take_word()
         self.word.value = 0
         self.event = _call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DISABLE_TIMING.value)
         address = _call("cuMemHostGetDevicePointer", ctypes.addressof(self.word), 0)
         geq = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
-        _call("cuStreamWaitValue32", stream, address, 1, geq)
-        _call("cuEventRecord", self.event, stream)
+        try:
+            _call("cuStreamWaitValue32", stream, address, 1, geq)
+            _call("cuEventRecord", self.event, stream)
+        except DriverError:
+            self.open()
+            raise
 
     def open(self) -> None:
         self.word.value = 1
@@ -145,20 +149,32 @@ class _Gate:
             _raise("cuEventQuery", status)
         return bool(status == driver.CUresult.CUDA_SUCCESS)
 
-    def free(self) -> None:
-        _call("cuEventDestroy", self.event)
-        _call("cuMemFreeHost", ctypes.addressof(self.word))
 
-
-# Opened gates whose stream may not have read the word yet: freeing it now would pull it from under the GPU.
+# Pinned words are never freed, since freeing can wait for the device, which another latch may hold. They are used again
+# once their stream has read them; until then an opened gate waits here.
+_WORDS_A_BLOCK = 1024
+_words: list[ctypes.c_uint32] = []
 _opened: list[_Gate] = []
-_opened_lock = threading.Lock()
+_words_lock = threading.Lock()
+
+
+def _take_word() -> ctypes.c_uint32:
+    with _words_lock:
+        for gate in [gate for gate in _opened if gate.passed()]:
+            _opened.remove(gate)
+            _words.append(gate.word)
+            _call("cuEventDestroy", gate.event)
+        if not _words:
+            driver = _driver()
+            flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
+            block = _call("cuMemHostAlloc", 4 * _WORDS_A_BLOCK, flags)
+            _words.extend(ctypes.c_uint32.from_address(block + 4 * i) for i in range(_WORDS_A_BLOCK))
+        return _words.pop()
 
 
 class _CudaLatch(Latch):
     def __init__(self, handle: int, timeout: float) -> None:
         with _context_of(handle), _relaxed():
-            _free_passed_gates()
             self._gate = _Gate(handle)
         self._lock = threading.Lock()
         self._released = False
@@ -176,7 +192,7 @@ class _CudaLatch(Latch):
             self._released = True
             self._gate.open()
         self._watchdog.cancel()
-        with _opened_lock:
+        with _words_lock:
             _opened.append(self._gate)
 
     def _time_out(self) -> None:
@@ -197,15 +213,6 @@ class _CudaLatch(Latch):
     @property
     def timed_out(self) -> bool:
         return self._timed_out
-
-
-def _free_passed_gates() -> None:
-    with _opened_lock:
-        waiting = [gate for gate in _opened if not gate.passed()]
-        passed = [gate for gate in _opened if gate not in waiting]
-        _opened[:] = waiting
-    for gate in passed:
-        gate.free()
 
 
 def _driver() -> Any:  # cuda-bindings has no annotations

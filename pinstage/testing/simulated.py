@@ -9,6 +9,7 @@ the model and the rules in full.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import math
 import weakref
@@ -161,8 +162,10 @@ class SimulatedDevice:
         self._core = _core.SimulatedDevice(index, _SCHEDULES[schedule], seed, queue_depth, lying_queries)
         self._streams: weakref.WeakValueDictionary[int, SimulatedStream] = weakref.WeakValueDictionary()
         self._default_stream = SimulatedStream(self, 0)
+        self._kernel_error: BaseException | None = None
         self._reported = False
         self._at_close: list[Callable[[], object]] = []
+        _open_devices.add(self)
 
     def __enter__(self) -> Self:
         if _core.SimulatedDevice.current() is None:
@@ -205,6 +208,7 @@ class SimulatedDevice:
             devices.forget_simulated(self._core)
             self._core.drop_current()
             self._core.close()
+            self._take_kernel_error()
 
     # --- tensors ------------------------------------------------------------------------------------------------------
 
@@ -233,8 +237,7 @@ class SimulatedDevice:
     @property
     def current_stream(self) -> SimulatedStream:
         """The stream that this thread's work on this device goes to."""
-        handle = self._core.current_stream
-        return self._default_stream if handle == 0 else self._streams[handle]
+        return self._known_stream(self._core.current_stream)
 
     @contextmanager
     def stream(self, existing: StreamLike | None = None) -> Iterator[SimulatedStream]:
@@ -428,11 +431,16 @@ class SimulatedDevice:
         name, text = _core.simulated_error(status)
         raise DriverError(f"{what} failed: {name} ({status}), {text}", status)
 
+    def _take_kernel_error(self) -> None:
+        # Kept here, where the garbage collector sees that its traceback refers to this device.
+        if self._kernel_error is None:
+            self._kernel_error = self._core.take_kernel_error()
+
     def _raise_kernel_error(self) -> None:
-        error = self._core.kernel_error
-        if error is not None:
+        self._take_kernel_error()
+        if self._kernel_error is not None:
             self._reported = True
-            raise error
+            raise self._kernel_error
 
 
 def _heap_bytes(core: _core.SimulatedDevice, nbytes: int) -> torch.Tensor:
@@ -441,3 +449,13 @@ def _heap_bytes(core: _core.SimulatedDevice, nbytes: int) -> torch.Tensor:
     block = (ctypes.c_char * nbytes).from_address(address)
     weakref.finalize(block, _core.SimulatedDevice.heap_free, address).atexit = False
     return torch.frombuffer(block, dtype=torch.uint8)
+
+
+_open_devices: weakref.WeakSet[SimulatedDevice] = weakref.WeakSet()
+
+
+@atexit.register
+def _drop_what_is_queued() -> None:
+    # No kernel may run while the interpreter goes away.
+    for device in list(_open_devices):
+        device._core.close()
