@@ -460,20 +460,22 @@ NB_MODULE(_core, m) {
   select_isa(std::getenv("PINSTAGE_ISA"));
   bind_simulated_driver(m);
 
-  m.def("driver_entries", &driver_entries, "(CUDA name, CUDA version, required) of every entry of the driver table.");
+  m.def("driver_entries", &driver_entries, nb::sig("def driver_entries() -> list[tuple[str, int, bool]]"),
+        "(CUDA name, CUDA version, required) of every entry of the driver table.");
   m.def(
       "lying_event_query", [] { return reinterpret_cast<std::uintptr_t>(&lying_event_query); },
       "Address of a cuEventQuery that always says done: the negative control of race tests.");
   m.def("isa", &isa, "The instruction set of the gather kernels in use.");
   m.def("try_copy", &try_copy, "dst"_a, "src"_a, "pool"_a.none());
   m.def("with_fast_path", &with_fast_path, "copy"_a,
+        nb::sig("def with_fast_path(copy: Callable[..., typing.Any]) -> Callable[..., typing.Any]"),
         "copy_ as a builtin, with `copy` for what its fast path declines.");
   m.def("try_copy_rows", &try_copy_rows, "dst"_a, "src"_a, "index"_a, "dim"_a, "pool"_a.none());
   m.def("try_gather", &try_gather, "out"_a, "src"_a, "index"_a, "dim"_a);
   m.def(
       "simulated_device_at",
       [](std::uintptr_t address) { return SimulatedDevice::find(reinterpret_cast<void*>(address)); }, "address"_a,
-      nb::rv_policy::reference);
+      nb::rv_policy::reference, nb::sig("def simulated_device_at(address: int) -> SimulatedDevice | None"));
 
   nb::class_<Ticket>(m, "Ticket")
       .def("done", &Ticket::done, Unlocked())
@@ -485,7 +487,8 @@ NB_MODULE(_core, m) {
           Unlocked());
 
   nb::class_<PyDevice>(m, "Device")
-      .def_static("cuda", &cuda_device, "addresses"_a, "context"_a, "index"_a)
+      .def_static("cuda", &cuda_device, "addresses"_a, "context"_a, "index"_a,
+                  nb::sig("def cuda(addresses: dict[str, int], context: int, index: int) -> Device"))
       .def_static("simulated", &simulated_device, "device"_a)
       .def_prop_ro("name", [](const PyDevice& self) { return self.device->name(); })
       .def_prop_ro("index", [](const PyDevice& self) { return self.device->index(); })
@@ -499,7 +502,8 @@ NB_MODULE(_core, m) {
           "usable", [](const PyDevice& self) { return self.device->usable(); },
           "False after shutdown() and in a forked child.")
       .def_prop_ro(
-          "simulation", [](const PyDevice& self) { return self.simulated; }, "The SimulatedDevice, or None for a GPU.")
+          "simulation", [](const PyDevice& self) { return self.simulated; },
+          nb::sig("def simulation(self) -> SimulatedDevice | None"), "None for a GPU.")
       .def_prop_ro("current_stream",
                    [](const PyDevice& self) { return reinterpret_cast<std::uintptr_t>(self.device->current_stream()); })
       .def(
@@ -519,6 +523,8 @@ NB_MODULE(_core, m) {
             self.device->default_pool = nb::cast<PyPool&>(pool).pool;
             self.default_pool = std::move(pool);
           },
+          nb::for_getter(nb::sig("def default_pool(self) -> typing.Any")),
+          nb::for_setter(nb::sig("def default_pool(self, pool: Pool) -> None")),
           "The StagingPool of copies without a pool of their own; None at first and once it was closed.")
       .def("shutdown", &PyDevice::shutdown);
 
@@ -527,11 +533,14 @@ NB_MODULE(_core, m) {
           "__init__",
           [](PyPool* self, const PyDevice& device, std::uint64_t initial_bytes, std::uint64_t max_bytes,
              bool wait_when_full, bool warn_on_wait, bool pageable) {
+            const ReleasedGil no_gil;
             new (self)
                 PyPool{Pool::make(device.device, {initial_bytes, max_bytes, wait_when_full, warn_on_wait, pageable})};
           },
           "device"_a, "initial_bytes"_a, "max_bytes"_a, "wait_when_full"_a, "warn_on_wait"_a, "pageable"_a)
-      .def("_take", &take, "shape"_a, "dtype"_a, "timeout"_a.none(), "block"_a, "owned"_a)
+      .def("_take", &take, "shape"_a, "dtype"_a, "timeout"_a.none(), "block"_a, "owned"_a,
+           nb::sig("def _take(self, shape: tuple[int, ...], dtype: int, timeout: float | None, block: bool, "
+                   "owned: bool) -> Lease | None"))
       .def(
           "_reclaim", [](PyPool& self, bool synchronize) { return self.pool->reclaim(synchronize); }, "synchronize"_a,
           Unlocked())
@@ -546,13 +555,12 @@ NB_MODULE(_core, m) {
              const ReleasedGil no_gil;
              self.pool->close(wait_for({}));
            })
-      .def("_closed", [](PyPool& self) { return self.pool->closed(); })
-      .def("_stats", &stats_of)
+      .def("_stats", &stats_of, nb::sig("def _stats(self) -> tuple[typing.Any, ...]"))
       .def("_consistent", [](PyPool& self) { return self.pool->consistent(); }, "I1 and I2 hold. For tests.");
 
   nb::class_<PyLease>(m, "Lease")
-      .def("tensor", &tensor_of)
-      .def("device_view", &device_view_of)
+      .def("tensor", &tensor_of, nb::sig("def tensor(self) -> torch.Tensor"))
+      .def("device_view", &device_view_of, nb::sig("def device_view(self) -> torch.Tensor"))
       .def("submit", &submit, "dst"_a)
       .def(
           "retire",
@@ -567,6 +575,5 @@ NB_MODULE(_core, m) {
           [](PyLease& self, std::optional<double> timeout) {
             self.ref.pool->wait_reusable(self.ref, wait_for(timeout));
           },
-          "timeout"_a.none(), Unlocked())
-      .def_prop_ro("nbytes_reserved", [](PyLease& self) { return self.ref.slot->nbytes; });
+          "timeout"_a.none(), Unlocked());
 }

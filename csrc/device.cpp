@@ -121,11 +121,17 @@ Device::Relaxed::Relaxed(const Device& device) noexcept
     : device_(device), entered_(device.driver_.thread_exchange_capture_mode(&previous_) == status::kSuccess) {}
 
 Device::Relaxed::~Relaxed() {
-  if (entered_) device_.driver_.thread_exchange_capture_mode(&previous_);
+  if (!entered_) return;
+  // A thread left RELAXED could break captures unnoticed from then on: a failure is worth a second try.
+  int mode = previous_;
+  if (device_.driver_.thread_exchange_capture_mode(&mode) != status::kSuccess) {
+    device_.driver_.thread_exchange_capture_mode(&previous_);
+  }
 }
 
 Device::Device(const Driver& driver, Context context, DeviceKind kind, int index, CurrentStream stream_of, void* source)
-    : driver_(driver),
+    : poll_batch(kind == DeviceKind::kSimulated ? 1 : Fifo::kBatch),
+      driver_(driver),
       context_(context),
       kind_(kind),
       index_(index),

@@ -159,8 +159,8 @@ class Device : public std::enable_shared_from_this<Device> {
   // What copies without a pool of their own use. Guarded by the GIL, not by mutex().
   std::shared_ptr<Pool> default_pool;
 
-  // Fences that a caller who is not short of room lets come together before it polls.
-  std::uint64_t poll_batch = kind() == DeviceKind::kSimulated ? 1 : Fifo::kBatch;
+  // Fences that a caller who is not short of room lets come together before it polls. Set before the device is used.
+  std::uint64_t poll_batch;
 
  private:
   friend struct Ticket;

@@ -147,7 +147,7 @@ Slot* Pool::take_slowly(std::uint64_t nbytes, const Wait& wait, bool block, bool
       if (!waited) {
         ++stats_.waits;
         waited = true;
-        if (options_.warn_on_wait) wait_notice_.store(true, std::memory_order_relaxed);
+        if (options_.warn_on_wait && stats_.waits == 1) wait_notice_.store(true, std::memory_order_relaxed);
       }
     }
     if (!progress && !waiter.pause(queued_work)) {
@@ -627,11 +627,6 @@ void Pool::abandon() noexcept {
   if (!device_->usable()) return;
   const Guard lock(device_->mutex());
   closed_ = true;
-}
-
-bool Pool::closed() {
-  const Guard lock(device_->mutex());
-  return closed_;
 }
 
 bool Pool::drained() const noexcept { return closed_ && pending_ == 0; }

@@ -125,7 +125,6 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void reserve(std::uint64_t nbytes);       // capacity of at least nbytes
   void close(const Wait& wait);
   void abandon() noexcept;  // the last owner is gone: close without waiting
-  bool closed();
   PoolStats stats();
   bool take_wait_notice() noexcept { return wait_notice_.exchange(false, std::memory_order_relaxed); }
   // Walks everything: I1, I2 and the counters.

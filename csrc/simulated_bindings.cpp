@@ -134,7 +134,8 @@ void bind_simulated_driver(nb::module_& m) {
       .def_static(
           "of_stream", [](std::uintptr_t s) { return SimulatedDevice::of_stream(stream_of(s)); }, nb::arg("stream"),
           nb::rv_policy::reference)
-      .def_static("current", &SimulatedDevice::current, nb::rv_policy::reference)
+      .def_static("current", &SimulatedDevice::current, nb::rv_policy::reference,
+                  nb::sig("def current() -> SimulatedDevice | None"))
       .def_static("live", &SimulatedDevice::live)
       .def("make_current", &SimulatedDevice::make_current)
       .def("drop_current", &SimulatedDevice::drop_current)

@@ -4,6 +4,9 @@ The compiled core of pinstage. Private: use the names of the pinstage package.
 
 from collections.abc import Callable
 import enum
+from typing import Any
+
+import torch
 
 
 class Schedule(enum.Enum):
@@ -111,8 +114,7 @@ class SimulatedDevice:
 
     def lose(self, status: int = 719) -> None: ...
 
-    @property
-    def kernel_error(self, /) -> BaseException | None: ...
+    def take_kernel_error(self) -> BaseException | None: ...
 
     @property
     def sticky_status(self) -> int: ...
@@ -126,10 +128,15 @@ class SimulatedDevice:
     @property
     def host_allocations(self) -> int: ...
 
+def prepare_exit() -> None:
+    """
+    From here on, threads that come back from a wait stay away from the interpreter.
+    """
+
 def simulated_error(status: int) -> tuple[str, str]:
     """Name and text of a CUresult."""
 
-def driver_entries() -> list:
+def driver_entries() -> list[tuple[str, int, bool]]:
     """
     (CUDA name, CUDA version, required) of every entry of the driver table.
     """
@@ -144,11 +151,14 @@ def isa() -> str:
 
 def try_copy(dst: object, src: object, pool: object | None) -> bool: ...
 
+def with_fast_path(copy: Callable[..., Any]) -> Callable[..., Any]:
+    """copy_ as a builtin, with `copy` for what its fast path declines."""
+
 def try_copy_rows(dst: object, src: object, index: object, dim: int, pool: object | None) -> bool: ...
 
 def try_gather(out: object, src: object, index: object, dim: int) -> bool: ...
 
-def simulated_device_at(address: int) -> SimulatedDevice: ...
+def simulated_device_at(address: int) -> SimulatedDevice | None: ...
 
 class Ticket:
     def done(self) -> bool: ...
@@ -159,7 +169,7 @@ class Ticket:
 
 class Device:
     @staticmethod
-    def cuda(addresses: dict, context: int, index: int) -> Device: ...
+    def cuda(addresses: dict[str, int], context: int, index: int) -> Device: ...
 
     @staticmethod
     def simulated(device: object) -> Device: ...
@@ -171,8 +181,21 @@ class Device:
     def index(self) -> int: ...
 
     @property
-    def simulation(self) -> object:
-        """The SimulatedDevice, or None for a GPU."""
+    def poll_batch(self) -> int:
+        """
+        Fences that come together before a copy polls them: 1 reuses slots as early as can be. For tests.
+        """
+
+    @poll_batch.setter
+    def poll_batch(self, arg: int, /) -> None: ...
+
+    @property
+    def usable(self) -> bool:
+        """False after shutdown() and in a forked child."""
+
+    @property
+    def simulation(self) -> SimulatedDevice | None:
+        """None for a GPU."""
 
     @property
     def current_stream(self) -> int: ...
@@ -182,23 +205,38 @@ class Device:
     def fence(self, stream: int) -> Ticket: ...
 
     @property
-    def default_pool(self) -> object:
+    def default_pool(self) -> Any:
         """
         The StagingPool of copies without a pool of their own; None at first and once it was closed.
         """
 
     @default_pool.setter
-    def default_pool(self, arg: object, /) -> None: ...
+    def default_pool(self, pool: Pool) -> None: ...
 
     def shutdown(self) -> None: ...
 
 class Pool:
     def __init__(self, device: Device, initial_bytes: int, max_bytes: int, wait_when_full: bool, warn_on_wait: bool, pageable: bool) -> None: ...
 
-class Lease:
-    def tensor(self) -> object: ...
+    def _take(self, shape: tuple[int, ...], dtype: int, timeout: float | None, block: bool, owned: bool) -> Lease | None: ...
 
-    def device_view(self) -> object: ...
+    def _reclaim(self, synchronize: bool) -> int: ...
+
+    def _trim(self) -> int: ...
+
+    def _reserve(self, nbytes: int) -> None: ...
+
+    def _close(self) -> None: ...
+
+    def _stats(self) -> tuple[Any, ...]: ...
+
+    def _consistent(self) -> bool:
+        """I1 and I2 hold. For tests."""
+
+class Lease:
+    def tensor(self) -> torch.Tensor: ...
+
+    def device_view(self) -> torch.Tensor: ...
 
     def submit(self, dst: object) -> Ticket | None: ...
 
@@ -208,9 +246,8 @@ class Lease:
 
     def cancel(self) -> None: ...
 
+    def declared(self) -> bool: ...
+
     def is_open(self) -> bool: ...
 
     def wait_reusable(self, timeout: float | None) -> None: ...
-
-    @property
-    def nbytes_reserved(self) -> int: ...

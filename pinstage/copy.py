@@ -77,6 +77,8 @@ if not TYPE_CHECKING:
 def _pool_of(device: _core.Device, pool: StagingPool | None) -> StagingPool:
     if pool is None:
         return default_pool(device)
+    if not isinstance(pool, StagingPool):
+        raise TypeError(f"pool must be a StagingPool, not {type(pool).__name__}")
     if pool.device is not device:
         raise ValueError(f"the pool is of {pool.device.name}, dst on {device.name}; use a pool of dst's device")
     return pool

@@ -65,7 +65,7 @@ def open_device(index: int, overrides: dict[str, int] | None = None) -> _core.De
         raise DriverError(f"there is no cuda:{index}; {torch.cuda.device_count()} CUDA devices are visible")
     from cuda.bindings import driver
 
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # torch leaves it so
     handle = _checked("cuDeviceGet", driver.cuDeviceGet(index))
     context = _checked("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(handle))
     return _core.Device.cuda({**resolve_entries(), **(overrides or {})}, int(context), index)

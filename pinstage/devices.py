@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, Union
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from typing_extensions import TypeAlias
 
 from pinstage import _core, cuda
@@ -43,6 +44,8 @@ def resolve(device: DeviceLike = None) -> _core.Device:
     simulation = getattr(device, "_core", None)
     if device is None and not torch.cuda.is_available():
         simulation = _core.SimulatedDevice.current()
+        if simulation is None:
+            cuda.open_device(0)  # raises, and says what to do
     if isinstance(simulation, _core.SimulatedDevice):
         return _simulated(simulation)
     if isinstance(device, int):
@@ -51,7 +54,9 @@ def resolve(device: DeviceLike = None) -> _core.Device:
         named = torch.device("cuda" if device is None else device)
         if named.type != "cuda":
             raise ValueError(f"pinstage copies to CUDA devices (or a SimulatedDevice), not to {named}")
-        index = torch.cuda.current_device() if named.index is None else named.index
+        if named.index is None and torch.cuda.is_available():
+            named = torch.device("cuda", torch.cuda.current_device())
+        index = named.index or 0
     if index not in _cuda_devices:
         _cuda_devices[index] = cuda.open_device(index)
     return _cuda_devices[index]
@@ -106,15 +111,16 @@ def stream_handle(stream: StreamLike) -> int:
 
 def run_on_stream(core: _core.Device, step: Callable[[], object], *, writes: torch.Tensor) -> None:
     """Runs device-side torch work in order on the device's current stream; `writes` is the tensor that it writes."""
-    if core.simulation is None:
+    simulation = core.simulation
+    if simulation is None:
         step()
         return
 
     def kernel() -> None:
-        with torch.autograd._unsafe_preserve_version_counter(writes), torch.no_grad():
+        with _unsafe_preserve_version_counter(writes), torch.no_grad():
             step()
 
-    status = core.simulation.launch(core.current_stream, kernel)
+    status = simulation.launch(core.current_stream, kernel)
     if status != 0:
         raise DriverError(f"launching a copy on {core.name} failed: {_core.simulated_error(status)[0]}", status)
     torch._C._increment_version([writes])  # now, as torch counts a write when it is enqueued

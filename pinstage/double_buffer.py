@@ -92,7 +92,7 @@ class DoubleBuffer:
         return len(self._slots)
 
     def fill(self, timeout: float | None = None) -> _Fill:
-        """Waits for the next buffer's fence and opens it for writing.
+        """The next buffer, for a ``with`` block: entering waits for its fence and opens it for writing.
 
         Args:
             timeout: seconds; None waits as long as the device takes.
@@ -100,16 +100,12 @@ class DoubleBuffer:
         Returns:
             A context manager over the pinned CPU tensor of the buffer. Nobody may write it after the block.
 
-        Raises:
+        Entering raises:
             WaitTimeout: the device still reads the buffer.
             LeaseStateError: a fill is open already.
             DriverError: the device failed.
         """
-        if self._open:
-            raise LeaseStateError("the last fill is still open; leave its with block first")
-        slot = self._slots[self._filling]
-        slot._lease.wait_reusable(timeout)
-        return _Fill(self)
+        return _Fill(self, timeout)
 
     def copy_to(self, dst: torch.Tensor) -> Ticket:
         """Enqueues a copy of the last fill to `dst` on the current stream of dst's device, and fences it.
@@ -161,8 +157,12 @@ class DoubleBuffer:
             self._filling = (self._filling + 1) % len(self._slots)
         return ticket
 
-    def _begin_fill(self) -> torch.Tensor:
-        tensor = self._slots[self._filling].tensor
+    def _begin_fill(self, timeout: float | None) -> torch.Tensor:
+        if self._open:
+            raise LeaseStateError("the last fill is still open; leave its with block first")
+        slot = self._slots[self._filling]
+        slot._lease.wait_reusable(timeout)
+        tensor = slot.tensor
         if self._carry and self._last is not None and self._last != self._filling:
             tensor.copy_(self._slots[self._last].tensor)
         self._open = True
@@ -182,13 +182,14 @@ class DoubleBuffer:
 class _Fill:
     """The context of one fill."""
 
-    __slots__ = ("_buffer",)
+    __slots__ = ("_buffer", "_timeout")
 
-    def __init__(self, buffer: DoubleBuffer) -> None:
+    def __init__(self, buffer: DoubleBuffer, timeout: float | None) -> None:
         self._buffer = buffer
+        self._timeout = timeout
 
     def __enter__(self) -> torch.Tensor:
-        return self._buffer._begin_fill()
+        return self._buffer._begin_fill(self._timeout)
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pinstage import _core
+from pinstage.devices import holding
 
 
 def as_host_tensor(data: Any, name: str) -> torch.Tensor:
@@ -41,12 +42,12 @@ def as_index(index: Any) -> torch.Tensor:
     """
     if isinstance(index, (list, tuple, range)):
         index = torch.tensor(index, dtype=None if len(index) else torch.int64)
-    index = as_host_tensor(index, "index")
-    if index.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"an index is of int32 or int64, not {index.dtype}")
-    if index.dim() != 1 or index.device.type != "cpu":
-        raise ValueError(f"an index is one-dimensional and on the CPU, not {tuple(index.shape)} on {index.device}")
-    return index
+    rows = as_host_tensor(index, "index")
+    if rows.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"an index is of int32 or int64, not {rows.dtype}")
+    if rows.dim() != 1 or rows.device.type != "cpu":
+        raise ValueError(f"an index is one-dimensional and on the CPU, not {tuple(rows.shape)} on {rows.device}")
+    return rows
 
 
 def check_rows(out: torch.Tensor, src: torch.Tensor, index: torch.Tensor, dim: int, *, exact: bool) -> int:
@@ -66,8 +67,8 @@ def check_rows(out: torch.Tensor, src: torch.Tensor, index: torch.Tensor, dim: i
         IndexError: `dim` or an index is out of range.
         ValueError: shapes or dtypes do not fit.
     """
-    if src.device.type != "cpu":
-        raise ValueError(f"rows are gathered on the host; src is on {src.device}")
+    if src.device.type != "cpu" or holding(src) is not None:
+        raise ValueError(f"rows are gathered on the host; src is on {src.device}, in device memory")
     if not -src.dim() <= dim < src.dim():
         raise IndexError(f"dim {dim} is out of range for a table of {src.dim()} dimensions")
     dim %= src.dim()

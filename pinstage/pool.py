@@ -89,10 +89,10 @@ class Lease:
         9.0
     """
 
-    __slots__ = ("__weakref__", "_device", "_lease", "_tensor", "dtype", "shape")
+    __slots__ = ("__weakref__", "_lease", "_pool", "_tensor", "dtype", "shape")
 
-    def __init__(self, device: _core.Device, lease: _core.Lease, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._device = device
+    def __init__(self, pool: StagingPool, lease: _core.Lease, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._pool = pool  # open as long as its leases
         self._lease = lease
         self._tensor: torch.Tensor | None = None
         self.shape = shape
@@ -155,16 +155,16 @@ class Lease:
             raise ValueError(
                 f"dst is {tuple(dst.shape)} of {dst.dtype}, the lease {self.shape} of {self.dtype}; lease what dst needs"
             )
-        stream = self._device.current_stream
+        stream = self._pool.device.current_stream
         if dst.numel() == 0:
             return self._lease.retire(stream)
         device = holding(dst)
-        if device is not self._device:
+        if device is not self._pool.device:
             where = "host memory" if device is None else device.name
-            raise ValueError(f"dst is in {where}, the lease's pool on {self._device.name}; use a pool of dst's device")
-        self._device.require_not_capturing(stream)
+            raise ValueError(f"dst is in {where}, the lease's pool on {self._pool.device.name}; use a pool of dst's device")
+        device.require_not_capturing(stream)
         view = self._lease.device_view()
-        run_on_stream(self._device, lambda: dst.copy_(view), writes=dst)
+        run_on_stream(device, lambda: dst.copy_(view), writes=dst)
         return self._lease.retire(stream)
 
     def retire(self, *streams: StreamLike) -> Ticket:
@@ -245,7 +245,7 @@ class Lease:
 
     def __repr__(self) -> str:
         state = "open" if self._lease.is_open() else "handed over"
-        return f"<Lease {self.shape} {self.dtype} on {self._device.name}, {state}>"
+        return f"<Lease {self.shape} {self.dtype} on {self._pool.device.name}, {state}>"
 
 
 def _pinning_is_off() -> bool:
@@ -349,7 +349,7 @@ class StagingPool(_core.Pool):
     ) -> Lease | None:
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         lease = self._take(sizes, code_of(dtype), timeout, block, owned)
-        return None if lease is None else Lease(self.device, lease, sizes, dtype)
+        return None if lease is None else Lease(self, lease, sizes, dtype)
 
     def _snapshot(self, dst: torch.Tensor, fill: Callable[[torch.Tensor], object]) -> None:
         """Stages what `fill` writes into a slot of dst's shape and dtype, and copies it to `dst`."""
@@ -445,7 +445,7 @@ def default_pool(device: DeviceLike = None) -> StagingPool:
     """
     core = resolve(device)
     with _default_pools_lock:
-        pool: StagingPool | None = core.default_pool
-        if pool is None:
-            pool = core.default_pool = StagingPool(core)
+        if core.default_pool is None:
+            core.default_pool = StagingPool(core)
+        pool: StagingPool = core.default_pool
         return pool

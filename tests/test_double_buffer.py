@@ -11,6 +11,7 @@ import torch
 
 import pinstage
 from pinstage import DoubleBuffer, LeaseStateError, PoolExhausted, WaitTimeout
+from pinstage.testing import latch
 
 
 def fill(buffer, value, timeout=None):
@@ -83,32 +84,59 @@ def test_slot_waits_for_every_destination_and_retired_stream(rig):
                     buffer.copy_to(dsts[1])
                 buffer.retire(b)
                 with pytest.raises(WaitTimeout):
-                    buffer.fill(timeout=0)
+                    fill(buffer, 9, timeout=0)
     for dst in dsts:
         rig.expect(dst, 1)
+
+
+def abandoned_fill(buffer):
+    with buffer.fill() as host:
+        host.fill_(99)
+        raise KeyError
 
 
 @pytest.mark.both  # no control: nothing is in flight when the values are read
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("abandon", [None, "exception", "unsubmitted"])
-def test_carry_starts_from_the_last_submitted_contents(rig, depth, abandon):
+def test_carry_starts_from_the_last_finished_contents(rig, depth, abandon):
     buffer = DoubleBuffer(4, torch.int32, rig.device, depth=depth, carry=True, pool=rig.pool())
-    dst, expected = rig.filled(4, torch.int32, 0), [0, 0, 0, 0]
+    dst = rig.filled(4, torch.int32, 0)
     fill(buffer, 0)
     buffer.copy_to(dst)
+    expected = [0, 0, 0, 0]
     for step in range(1, 7):
         if abandon == "exception":
-            with pytest.raises(KeyError), buffer.fill() as host:
-                host.fill_(99)
-                raise KeyError
+            with pytest.raises(KeyError):
+                abandoned_fill(buffer)
         elif abandon == "unsubmitted":
             fill(buffer, 99)
+        if abandon == "unsubmitted" or (abandon == "exception" and depth == 1):  # one buffer: as it was left
+            expected = [99, 99, 99, 99]
         with buffer.fill() as host:
             assert host.tolist() == expected
             host[step % 4] = step
         expected[step % 4] = step
         buffer.copy_to(dst)
         rig.expect(dst, torch.tensor(expected))
+
+
+@pytest.mark.raced
+def test_fill_entered_late_waits_for_the_slot_that_it_hands_out(rig):
+    dsts = [rig.filled(64, torch.int32, 0) for _ in range(2)]
+    buffer = DoubleBuffer(64, torch.int32, rig.device, depth=2, pool=rig.pool())
+    with rig.stream() as stream, latch(stream) as gate:
+        fill(buffer, 1)
+        buffer.copy_to(dsts[0])
+        fill(buffer, 2)
+        late = buffer.fill(timeout=0)
+        buffer.copy_to(dsts[1])  # the next slot is now the one that is held
+        try:
+            with late as host:
+                host.fill_(9)
+        except (WaitTimeout, LeaseStateError):
+            assert gate.held
+    rig.expect(dsts[0], 1)
+    rig.expect(dsts[1], 2)
 
 
 @pytest.mark.both
@@ -152,6 +180,14 @@ def test_fill_that_was_never_entered_changes_nothing(dev):
     buffer = DoubleBuffer(4, torch.int32, dev)
     buffer.fill()
     fill(buffer, 1)
+
+
+def test_two_fills_cannot_be_open_at_once(dev):
+    buffer = DoubleBuffer(4, torch.int32, dev)
+    first, second = buffer.fill(), buffer.fill()
+    with first, pytest.raises(LeaseStateError, match="still open"):
+        second.__enter__()
+    buffer.copy_to(dev.empty(4, torch.int32))
 
 
 @pytest.mark.parametrize("use", ["copy_to", "retire", "device_view", "nested"])

@@ -8,8 +8,10 @@ bytes only of what is reported as done.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import threading
 
 import pytest
 import torch
@@ -35,14 +37,15 @@ class Scenario:
     def run(self):
         for _ in range(2):
             for step in (
-                self.copy, self.copy, self.cast, self.transposed, self.rows, self.pitched, self.lease, self.cancelled,
-                self.retired, self.buffer, self.reserve, self.kept, self.reclaim, self.large, self.trim,
+                self.copy, self.copy, self.cast, self.transposed, self.rows, self.pitched, self.repeated, self.lease,
+                self.cancelled, self.retired, self.buffer, self.reserve, self.kept, self.reclaim, self.large, self.trim,
             ):  # fmt: skip
                 self.value += 1
                 try:
                     step()
                 except PinstageError as error:
-                    self.errors.append(error)
+                    self.errors.append(error.with_traceback(None))  # whose frames would keep tensors alive
+                    error.__context__ = None
                 assert self.pool._consistent(), step
         return self
 
@@ -71,6 +74,9 @@ class Scenario:
         self.copied(self.dst((32, 32)).t(), self.source((32, 32)))
 
     def pitched(self):
+        self.copied(self.dst((16, 64))[:, :20], self.source((16, 20)))
+
+    def repeated(self):
         self.copied(self.dst((3, 4, 5, 64))[:, :2, :3, :20], self.source((3, 2, 3, 20)))
 
     def rows(self):
@@ -133,14 +139,29 @@ def calls_of_a_good_run():
     with SimulatedDevice() as dev:
         scenario = Scenario(dev).run()
         assert scenario.errors == []
-        scenario.pool.close()
         return {name: count for name, count in dev.calls.items() if count}
+
+
+def in_a_thread(body):
+    """A thread of its own: one that failed to leave the RELAXED capture mode stays in it."""
+    errors = []
+
+    def run():
+        try:
+            body()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
 
 
 def heal(dev, scenario):
     """Afterwards everything comes back, but for what no fence covers."""
     dev.synchronize()
-    gc.collect()
     assert scenario.wrong() == []
     assert dev.violations == 0
     pool = scenario.pool
@@ -153,9 +174,8 @@ def heal(dev, scenario):
     source.fill_(-1)
     dev.synchronize()
     assert dst.tolist() == [7] * 256
-    quarantined = pool.stats().quarantined_bytes
     pool.close()
-    assert (dev.host_allocations > 0) == (quarantined > 0)
+    assert pool.stats().capacity_bytes == 0 or stats.quarantined_bytes > 0
     return stats
 
 
@@ -171,22 +191,29 @@ def test_scenario_makes_every_call_that_is_made_to_fail():
     assert set(calls_of_a_good_run()) == set(ENTRIES)
 
 
-@pytest.mark.parametrize("status", [OUT_OF_MEMORY, INVALID_HANDLE, LAUNCH_FAILED, UNKNOWN])
+@pytest.mark.parametrize("status", [OUT_OF_MEMORY, LAUNCH_FAILED, pytest.param(UNKNOWN, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_failure_of_any_call_at_any_position_loses_nothing_and_reuses_nothing_pending(entry, status):
-    """Cases 25 and 26."""
+@pytest.mark.parametrize("most", [40, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_failure_of_any_call_at_any_position_loses_nothing_and_reuses_nothing_pending(entry, status, most):
+    """Cases 25 and 26. Of calls that are made hundreds of times, the quick set takes the first ones and a sample."""
     count = calls_of_a_good_run()[entry]
-    for nth in range(1, count + 1):
-        with SimulatedDevice() as dev:
-            scenario = Scenario(dev)
-            dev.fail(entry, nth, status)
-            scenario.run()
-            for error in scenario.errors:
-                assert isinstance(error, DriverError), f"{entry} number {nth}: {error!r}"
-                assert error.status == status
-            stats = heal(dev, scenario)
-            may_quarantine = entry == "cuEventRecord" or (status != OUT_OF_MEMORY and entry != "cuMemHostAlloc")
-            assert stats.quarantined_bytes == 0 or may_quarantine, f"{entry} number {nth}: {stats}"
+    for nth in sorted({*range(1, min(most, count + 1)), *range(1, count + 1, max(1, count // most))}):
+        in_a_thread(lambda nth=nth: fail_at(entry, nth, status))
+
+
+def fail_at(entry, nth, status):
+    with SimulatedDevice() as dev:
+        scenario = Scenario(dev)
+        dev.fail(entry, nth, status)
+        scenario.run()
+        for error in scenario.errors:
+            assert isinstance(error, DriverError), f"{entry} number {nth}: {error!r}"
+            assert error.status == status
+        stats = heal(dev, scenario)
+        fatal_free = entry == "cuMemFreeHost" and status != OUT_OF_MEMORY  # the context is said to be gone
+        assert fatal_free or (dev.host_allocations > 0) == (stats.quarantined_bytes > 0)
+        may_quarantine = entry == "cuEventRecord" or (status != OUT_OF_MEMORY and entry != "cuMemHostAlloc")
+        assert stats.quarantined_bytes == 0 or may_quarantine, f"{entry} number {nth}: {stats}"
 
 
 @pytest.mark.parametrize("entry", ["cuCtxPushCurrent", "cuCtxPopCurrent"])
@@ -206,17 +233,18 @@ def test_failure_to_make_the_context_current_loses_nothing(entry):
 def test_failed_mode_exchange_leaves_the_threads_mode_alone(dev):
     """A thread left RELAXED would no longer be told of unsafe calls in captures of its own."""
     pool, dst = pinstage.StagingPool(dev), dev.empty(4)
-    calls = dev.calls["cuThreadExchangeStreamCaptureMode"]
-    pinstage.copy_(dst, torch.zeros(4), pool=pool)
-    calls = dev.calls["cuThreadExchangeStreamCaptureMode"] - calls
-    pool.trim()
-    for nth in range(1, calls, 2):  # the first of each pair: going RELAXED
+
+    def copy_and_capture(nth):
+        dev.make_current()
         dev.fail("cuThreadExchangeStreamCaptureMode", nth)
         pinstage.copy_(dst, torch.zeros(4), pool=pool)
         with pytest.raises(DriverError, match="900"), dev.capture():
             dev.synchronize()
         dev.synchronize()
-        pool.trim()
+
+    in_a_thread(lambda: copy_and_capture(1))  # going RELAXED; to pin memory, or to query
+    pool.trim()
+    in_a_thread(lambda: copy_and_capture(3))
 
 
 # --- what the messages say --------------------------------------------------------------------------------------------
@@ -227,7 +255,9 @@ def test_refused_pinning_names_the_bytes_and_the_remedy(dev):
     pool = pinstage.StagingPool(dev, initial_bytes=64 * KB)
     dev.fail("cuMemHostAlloc", times=2)  # the slab, and the smaller one that would do
     before = pool.stats()
-    with pytest.raises(DriverError, match=r"cuMemHostAlloc failed.*OUT_OF_MEMORY.*4096 bytes.*ulimit -l.*max_bytes") as e:
+    with pytest.raises(
+        DriverError, match=r"cuMemHostAlloc failed.*OUT_OF_MEMORY.*4096 bytes.*ulimit -l.*max_bytes"
+    ) as e:
         pool.lease(100, torch.uint8)
     assert e.value.status == OUT_OF_MEMORY
     assert pool.stats() == before
@@ -242,33 +272,16 @@ def test_refused_slab_is_tried_smaller_before_giving_up(dev):
     assert pool.stats().capacity_bytes == 4 * KB
 
 
-@pytest.mark.parametrize("fails", ["cuMemcpyHtoDAsync", "cuEventCreate", "cuMemHostAlloc"])
-def test_copy_that_enqueued_nothing_gives_its_slot_back(dev, fails):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("fails", "times"), [("cuMemcpyHtoDAsync", 1), ("cuEventCreate", 1), ("cuMemHostAlloc", 2)])
+def test_copy_that_enqueued_nothing_gives_its_slot_back(dev, fails, times, dtype):
     """Case 25."""
-    for source in (torch.ones(64), torch.ones(64, dtype=torch.float64)):
-        pool = pinstage.StagingPool(dev)
-        dev.fail(fails, times=2)
-        try:
-            pinstage.copy_(dev.empty(64), source, pool=pool)
-        except DriverError as error:
-            assert error.status == OUT_OF_MEMORY
-        dev.synchronize()
-        pool.reclaim()
-        assert pool.stats().free_bytes == pool.stats().capacity_bytes
-        pool.close()
-        dev.synchronize()
-        while dev.calls[fails] == 0 or _still_failing(dev, fails):
-            pass
-
-
-def _still_failing(dev, entry):
-    """Uses injected failures up that the copy did not meet."""
     pool = pinstage.StagingPool(dev)
-    try:
-        pinstage.copy_(dev.empty(64), torch.ones(64), pool=pool)
-    except DriverError:
-        return True
-    return False
+    dev.fail(fails, times=times)
+    with pytest.raises(DriverError, match=f"{fails} failed"):
+        pinstage.copy_(dev.empty(64), torch.ones(64, dtype=dtype), pool=pool)
+    assert pool.stats().free_bytes == pool.stats().capacity_bytes
+    assert dev.pending() == 0
 
 
 def test_lease_whose_copy_was_refused_is_as_before(dev):
@@ -291,9 +304,11 @@ def test_lease_whose_only_copy_was_refused_is_parked_when_left(dev):
     """Case 3: it declared no reader."""
     pool, dst = pinstage.StagingPool(dev), dev.zeros(64)
     dev.fail("cuMemcpyHtoDAsync")
-    with pytest.raises(pinstage.LeaseStateError, match="parked"), pool.lease(64, torch.float32) as lease:
-        with pytest.raises(DriverError):
-            lease.copy_to(dst)
+    lease = pool.lease(64, torch.float32)
+    with pytest.raises(DriverError):
+        lease.copy_to(dst)
+    with pytest.raises(pinstage.LeaseStateError, match="parked"):
+        lease.close()
     assert pool.stats().parked_bytes == 256
 
 
@@ -310,14 +325,15 @@ def test_slot_whose_fence_could_not_be_recorded_is_quarantined_and_counted(dev, 
         if call == "second_copy_to":
             lease.copy_to(dsts[0])
         dev.fail("cuEventRecord")
+        if call == "copy_":
+            lease.cancel()
+        ones = torch.ones(256, dtype=torch.int32)
+        submit = {
+            "copy_": lambda: pinstage.copy_(dsts[1], ones, pool=pool),
+            "retire": lambda: lease.retire(dev.default_stream),
+        }.get(call, lambda: lease.copy_to(dsts[1]))
         with pytest.raises(DriverError, match="cuEventRecord failed"):
-            if call == "copy_":
-                lease.cancel()
-                pinstage.copy_(dsts[1], torch.ones(256, dtype=torch.int32), pool=pool)
-            elif call == "retire":
-                lease.retire(dev.default_stream)
-            else:
-                lease.copy_to(dsts[1])
+            submit()
         if call != "copy_":
             lease.close()
         assert pool.stats().quarantined_bytes == KB
@@ -341,7 +357,7 @@ def test_buffer_whose_fence_could_not_be_recorded_refuses_that_slot(dev):
     dev.fail("cuEventRecord")
     with pytest.raises(DriverError):
         buffer.copy_to(dst)
-    with pytest.raises(DriverError, match="no fence could be recorded.*make a new buffer"), buffer.fill():
+    with pytest.raises(DriverError, match=r"no fence could be recorded.*make a new buffer"), buffer.fill():
         pass
     pool = pinstage.default_pool(dev)
     del buffer, host
@@ -353,8 +369,16 @@ def test_lost_device_is_told_and_blocks_nothing(capfd):
     """Case 26: every call raises or does nothing, destructors included."""
     dev = SimulatedDevice()
     dev.make_current()
-    pool, dst = pinstage.StagingPool(dev), dev.zeros(256, torch.int32)
     gate = latch(dev.default_stream, timeout=60)
+    use_and_lose(dev)
+    gc.collect()
+    gate.release()
+    dev.close()
+    assert capfd.readouterr().err == ""
+
+
+def use_and_lose(dev):
+    pool, dst = pinstage.StagingPool(dev), dev.zeros(256, torch.int32)
     with pool.lease(256, torch.int32) as lease:
         ticket = lease.copy_to(dst)
         view = lease.tensor
@@ -381,17 +405,8 @@ def test_lost_device_is_told_and_blocks_nothing(capfd):
     assert (stats.quarantined_bytes, stats.open_bytes) == (KB, 3 * KB)
     assert pool._consistent()
     opened.cancel()
-    del view, lease, opened, buffer
-    gc.collect()
-    try:
+    with contextlib.suppress(DriverError):
         pool.close()
-    except DriverError:
-        pass
-    del pool, ticket
-    gc.collect()
-    gate.release()
-    dev.close()
-    assert capfd.readouterr().err == ""
 
 
 def test_query_that_fails_for_a_moment_frees_nothing_early(dev):

@@ -14,7 +14,7 @@ REMEDY = 'out of date; from the root: pip install -c constraints.txt ".[test]" &
 
 
 def generated_stub() -> str:
-    generator = StubGen(pinstage._core)
+    generator = StubGen(pinstage._core, include_private=True)
     generator.put(pinstage._core)
     return generator.get()
 
