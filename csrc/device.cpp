@@ -300,7 +300,7 @@ bool Device::poll(std::unique_lock<std::mutex>& lock, Fifo& fifo, Status* error)
     }
     const Fence fence = fifo.pop();
     fence.cell->failure.store(status, std::memory_order_release);
-    if (fence.slot != nullptr) fence.slot->pool->fence_failed(fence.slot);
+    if (fence.slot != nullptr) fence.slot->pool->fence_failed(fence.slot, status);
     return true;
   }
   if (status != status::kSuccess && status != status::kNotReady && error != nullptr) *error = status;

@@ -355,7 +355,7 @@ Status Pool::copy_and_record(Slot* slot, Device::Reserved reserved, const CopyPl
   const Status recorded = device_->record(reserved, stream, slot, ticket);
   if (recorded != status::kSuccess) {
     const Guard lock(device_->mutex());
-    fence_failed(slot);
+    fence_failed(slot, recorded);
     if (copied == status::kSuccess) *call = "cuEventRecord";
   }
   return copied != status::kSuccess ? copied : recorded;
@@ -382,7 +382,7 @@ Ticket Pool::retire(const LeaseRef& lease, Stream stream) {
   const Status status = device_->record(reserved, stream, lease.slot, &ticket);
   if (status != status::kSuccess) {
     const Guard lock(device_->mutex());
-    fence_failed(lease.slot);
+    fence_failed(lease.slot, status);
   }
   device_->check(status, "cuEventRecord",
                  "Nothing tells when the readers of this slot end: it is quarantined once it is handed over");
@@ -446,10 +446,11 @@ void Pool::wait_reusable(const LeaseRef& lease, const Wait& wait) {
     {
       const Guard lock(device_->mutex());
       Slot* slot = open(lease);
-      if (slot->unfenced) {
+      if (slot->unfenced != status::kSuccess) {
         throw Error(ErrorKind::kDriver,
                     "no fence could be recorded for the last use of this buffer, so nothing tells when "
-                    "it may be written again; make a new buffer");
+                    "it may be written again; make a new buffer",
+                    slot->unfenced);
       }
       if (slot->pending == 0) {
         if (waited) stats_.wait_seconds += waiter.seconds();
@@ -485,8 +486,8 @@ void Pool::fence_passed(Slot* slot) noexcept {
   settle(slot);
 }
 
-void Pool::fence_failed(Slot* slot) noexcept {
-  slot->unfenced = true;
+void Pool::fence_failed(Slot* slot, Status status) noexcept {
+  slot->unfenced = status;
   fence_passed(slot);
 }
 
@@ -494,7 +495,7 @@ void Pool::fence_failed(Slot* slot) noexcept {
 void Pool::settle(Slot* slot) noexcept {
   if (!slot->handed_over) {
     if (slot->owned) set_state(slot, slot->pending > 0 ? SlotState::kInFlight : SlotState::kOpen);
-  } else if (slot->unfenced) {
+  } else if (slot->unfenced != status::kSuccess) {
     set_state(slot, SlotState::kQuarantined);
   } else if (slot->declared == 0) {
     set_state(slot, SlotState::kParked);

@@ -53,7 +53,7 @@ struct Slot {
   bool handed_over = false;      // nobody writes it any more
   std::uint32_t declared = 0;    // copies and retires that cover its readers
   bool owned = false;            // DoubleBuffer and its like: reused in place by its owner, by fence alone
-  bool unfenced = false;         // read by work that no fence covers: quarantined when it is handed over
+  Status unfenced = 0;           // why work that reads it has no fence: then quarantined when it is handed over
   std::uint32_t pending = 0;     // fences that have not passed
   std::uint32_t tensors = 0;     // exported tensors that live
   const void* thread = nullptr;  // who took it
@@ -132,7 +132,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   // --- called by Device, with the mutex held ---
   void fence_passed(Slot* slot) noexcept;
-  void fence_failed(Slot* slot) noexcept;
+  void fence_failed(Slot* slot, Status status) noexcept;
   bool drained() const noexcept;
   void discard_empty_slabs() noexcept;
 

@@ -54,7 +54,7 @@ def resolve(device: DeviceLike = None) -> _core.Device:
         named = torch.device("cuda" if device is None else device)
         if named.type != "cuda":
             raise ValueError(f"pinstage copies to CUDA devices (or a SimulatedDevice), not to {named}")
-        if named.index is None and torch.cuda.is_available():
+        if str(named) == "cuda" and torch.cuda.is_available():
             named = torch.device("cuda", torch.cuda.current_device())
         index = named.index or 0
     if index not in _cuda_devices:

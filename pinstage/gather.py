@@ -50,6 +50,14 @@ def as_index(index: Any) -> torch.Tensor:
     return rows
 
 
+def _dimension(src: torch.Tensor, dim: Any) -> int:
+    if not isinstance(dim, int):
+        raise TypeError(f"dim is an int, not {type(dim).__name__}")
+    if not -src.dim() <= dim < src.dim():
+        raise IndexError(f"dim {dim} is out of range for a table of {src.dim()} dimensions")
+    return dim % src.dim()
+
+
 def check_rows(out: torch.Tensor, src: torch.Tensor, index: torch.Tensor, dim: int, *, exact: bool) -> int:
     """Checks a gather of rows before anything is written.
 
@@ -69,9 +77,7 @@ def check_rows(out: torch.Tensor, src: torch.Tensor, index: torch.Tensor, dim: i
     """
     if src.device.type != "cpu" or holding(src) is not None:
         raise ValueError(f"rows are gathered on the host; src is on {src.device}, in device memory")
-    if not -src.dim() <= dim < src.dim():
-        raise IndexError(f"dim {dim} is out of range for a table of {src.dim()} dimensions")
-    dim %= src.dim()
+    dim = _dimension(src, dim)
     if out.dtype != src.dtype:
         raise ValueError(f"the destination is of {out.dtype}, the table of {src.dtype}")
     rows = index.numel()
@@ -122,10 +128,8 @@ def gather_rows(src: Any, index: Any, *, dim: int = 0, out: torch.Tensor | None 
         return out
     src, index = as_host_tensor(src, "src"), as_index(index)
     if out is None:
-        if not -src.dim() <= dim < src.dim():
-            raise IndexError(f"dim {dim} is out of range for a table of {src.dim()} dimensions")
         shape = list(src.shape)
-        shape[dim] = index.numel()
+        shape[_dimension(src, dim)] = index.numel()
         out = torch.empty(shape, dtype=src.dtype)
     elif out.device.type != "cpu":
         raise ValueError(f"rows are gathered on the host; out is on {out.device}, see copy_rows_")

@@ -14,6 +14,7 @@ import pytest
 import pinstage
 
 PACKAGE = Path(pinstage.__file__).parent
+TESTS = Path(__file__).parent  # not the root, where the source folder would be imported
 UPPER = ("testing", "cli", "sanitizer", "table", "replay_buffer")
 CORE = sorted(path for path in PACKAGE.glob("*.py") if path.stem not in (*UPPER, "__main__"))
 
@@ -40,7 +41,7 @@ def test_core_imports_nothing_that_is_built_on_it(path):
 def loaded_by(statement):
     """Modules that a fresh interpreter has after `statement`."""
     code = f"import sys; {statement}; print(*sorted(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=TESTS)
     return set(result.stdout.split())
 
 

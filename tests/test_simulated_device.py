@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,6 +23,7 @@ from pinstage.testing import SimulatedDevice, latch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+TESTS = Path(__file__).parent  # not the root, where the source folder would be imported
 SCHEDULES = ["late", "eager", "random", "manual"]
 
 
@@ -607,6 +609,6 @@ def wait():
         pass
 threading.Thread(target=wait, daemon=True).start()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False, cwd=TESTS)
     assert (done.returncode, done.stdout) == (0, "")
     assert "Traceback" not in done.stderr
