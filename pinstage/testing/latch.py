@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pinstage import _core
+from pinstage.devices import StreamLike, stream_handle
 from pinstage.errors import DriverError
 from pinstage.testing.simulated import SimulatedStream
 
@@ -53,7 +54,7 @@ class Latch(ABC):
         self.release()
 
 
-def latch(stream: object, timeout: float = 10.0) -> Latch:
+def latch(stream: StreamLike, timeout: float = 10.0) -> Latch:
     """Holds `stream`: work enqueued on it from now on waits until the latch is released.
 
     Check `held` at the end of the test: where it is false, the test may have seen no race at all.
@@ -85,22 +86,12 @@ def latch(stream: object, timeout: float = 10.0) -> Latch:
         raise ValueError(f"timeout is {timeout}: it must be a positive number of seconds")
     if isinstance(stream, SimulatedStream):
         return _SimulatedLatch(stream.device._core, stream.handle, timeout)
-    handle = _handle(stream)
+    handle = stream_handle(stream)
     if not isinstance(stream, torch.cuda.Stream):
         core = _core.SimulatedDevice.current() if handle == 0 else _core.SimulatedDevice.of_stream(handle)
         if core is not None:
             return _SimulatedLatch(core, handle, timeout)
     return _CudaLatch(handle, timeout)
-
-
-def _handle(stream: object) -> int:
-    if isinstance(stream, int):
-        return stream
-    if isinstance(stream, torch.cuda.Stream):
-        return int(stream.cuda_stream)
-    if hasattr(stream, "__cuda_stream__"):
-        return int(stream.__cuda_stream__()[1])
-    raise TypeError(f"{stream!r} is no stream: give a stream object, an int handle, or an object with __cuda_stream__")
 
 
 class _SimulatedLatch(Latch):
@@ -196,10 +187,10 @@ class _CudaLatch(Latch):
             _opened.append(self._gate)
 
     def _time_out(self) -> None:
-        with self._lock:
-            if not self._released:
-                self._timed_out = True
-                self._gate.open()
+        # Without the lock: release() may hold it in a query that waits for this very gate, behind a full launch queue.
+        if not self._released:
+            self._timed_out = True
+            self._gate.open()
 
     def _holds(self) -> bool:
         with _relaxed():
