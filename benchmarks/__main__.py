@@ -1,7 +1,7 @@
 # Copyright (c) 2026 The pinstage authors.
 # SPDX-License-Identifier: Apache-2.0
 
-"""python benchmarks SUITE [options]: what staging costs, measured on this machine. Suites are the modules beside this file."""
+"""python benchmarks SUITE [options]: what staging costs, measured on this machine; a suite is a module beside this."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import importlib
 import sys
 
 SUITES = {
+    "event_query": "what polling a fence costs, which is why fences are polled in batches",
     "overhead": "host time of copy_ against what users write today, and the driver floor",
 }
 

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import platform
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
@@ -91,6 +93,19 @@ def _driver() -> str:
 
 def _commit() -> str:
     return _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
+
+
+def compiled(source: str) -> ctypes.CDLL:
+    """The C++ file beside this one, compiled for this run.
+
+    Raises:
+        FileNotFoundError: there is no g++.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "library.so"
+        path = Path(__file__).with_name(source)
+        subprocess.run(["g++", "-O3", "-shared", "-fPIC", str(path), "-o", str(library)], check=True)
+        return ctypes.CDLL(str(library))
 
 
 def size_name(nbytes: int) -> str:

@@ -8,12 +8,9 @@ from __future__ import annotations
 import argparse
 import ctypes
 import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
-from measure import Call, Host, interleaved, print_table, size_name, write_json
+from measure import Call, Host, compiled, interleaved, print_table, size_name, write_json
 
 import pinstage
 
@@ -30,15 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def floor(rows: list[torch.Tensor], dst: list[torch.Tensor], slots: list[torch.Tensor]) -> Call | None:
     """memcpy + cuMemcpyHtoDAsync + cuEventRecord from C++, or None without a compiler."""
-    compiler = shutil.which("g++")
-    if compiler is None:
+    if shutil.which("g++") is None:
         return None
     entries = pinstage.cuda.resolve_entries()
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "floor.so"
-        source = Path(__file__).with_name("floor.cpp")
-        subprocess.run([compiler, "-O3", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
-        staged_copy = ctypes.CDLL(str(library)).staged_copy
+    staged_copy = compiled("floor.cpp").staged_copy
     pointer = ctypes.c_void_p
     staged_copy.restype = ctypes.c_double
     staged_copy.argtypes = [pointer, pointer, ctypes.c_ulonglong, pointer, pointer, ctypes.c_size_t, pointer, pointer]

@@ -232,6 +232,8 @@ void Device::release(Reserved reserved) noexcept {
 }
 
 Status Device::record(Reserved reserved, Stream stream, Slot* slot, Ticket* ticket) noexcept {
+  unsigned long long stream_id = 0;
+  if (driver_.stream_get_id != nullptr && driver_.stream_get_id(stream, &stream_id) != status::kSuccess) stream_id = 0;
   const Status status = driver_.event_record(reserved.cell->event, stream);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (status != status::kSuccess) {
@@ -242,7 +244,7 @@ Status Device::record(Reserved reserved, Stream stream, Slot* slot, Ticket* tick
     ticket->cell = reserved.cell;
     ticket->generation = reserved.cell->generation.load(std::memory_order_relaxed);
   }
-  reserved.fifo->push({reserved.cell, slot});
+  reserved.fifo->push({reserved.cell, slot, stream_id});
   return status;
 }
 
@@ -263,12 +265,12 @@ Ticket Device::fence(Stream stream) {
 }
 
 bool Device::poll(std::unique_lock<std::mutex>& lock, Fifo& fifo, Status* error) {
-  FenceCell* cells[Fifo::kBatch];
+  Fence fences[Fifo::kBatch];
   std::uint64_t generations[Fifo::kBatch];
   const std::uint64_t count = std::min(fifo.size(), Fifo::kBatch);
   for (std::uint64_t i = 0; i < count; ++i) {
-    cells[i] = fifo.at(i).cell;
-    generations[i] = cells[i]->generation.load(std::memory_order_relaxed);
+    fences[i] = fifo.at(i);
+    generations[i] = fences[i].cell->generation.load(std::memory_order_relaxed);
   }
   fifo.polled(poll_batch);
   if (count == 0) return false;
@@ -277,16 +279,29 @@ bool Device::poll(std::unique_lock<std::mutex>& lock, Fifo& fifo, Status* error)
   Status status = status::kNotReady;
   {
     const Relaxed relaxed(*this);
-    // The hint: the youngest of the batch, else of its older half, and so on down to the head.
-    std::uint64_t hint = count;
-    while (hint > 1 && driver_.event_query(cells[hint - 1]->event) == status::kNotReady) hint /= 2;
-    while (passed < hint && (status = driver_.event_query(cells[passed]->event)) == status::kSuccess) ++passed;
+    // The youngest of the batch, else of its older half, and so on down to the head.
+    std::uint64_t asked = count;
+    while ((status = driver_.event_query(fences[asked - 1].cell->event)) == status::kNotReady && asked > 1) asked /= 2;
+    if (status == status::kSuccess) {
+      // It answers for the fences of its own stream; the others are asked one by one, and the first that has not passed
+      // ends the walk.
+      const unsigned long long id = fences[asked - 1].stream_id;
+      while (passed + 1 < asked && ((id != 0 && fences[passed].stream_id == id) ||
+                                    (status = driver_.event_query(fences[passed].cell->event)) == status::kSuccess)) {
+        ++passed;
+      }
+      if (passed + 1 == asked) ++passed;
+    } else if (asked > 1) {
+      // An error: it is the head's to report.
+      status = driver_.event_query(fences[0].cell->event);
+      if (status == status::kSuccess) passed = 1;
+    }
   }
   lock.lock();
   // Another thread may have popped some meanwhile; then the answers were about something else.
   std::uint64_t popped = 0;
-  while (popped < passed && !fifo.empty() && fifo.at(0).cell == cells[popped] &&
-         cells[popped]->generation.load(std::memory_order_relaxed) == generations[popped]) {
+  while (popped < passed && !fifo.empty() && fifo.at(0).cell == fences[popped].cell &&
+         fences[popped].cell->generation.load(std::memory_order_relaxed) == generations[popped]) {
     const Fence fence = fifo.pop();
     retirement_.give_cell(fence.cell);
     if (fence.slot != nullptr) fence.slot->pool->fence_passed(fence.slot);
@@ -294,8 +309,8 @@ bool Device::poll(std::unique_lock<std::mutex>& lock, Fifo& fifo, Status* error)
   }
   if (popped < passed) return true;
   if (is_fatal(status) || status == status::kCapturedEvent) {
-    if (fifo.empty() || fifo.at(0).cell != cells[passed] ||
-        cells[passed]->generation.load(std::memory_order_relaxed) != generations[passed]) {
+    if (fifo.empty() || fifo.at(0).cell != fences[passed].cell ||
+        fences[passed].cell->generation.load(std::memory_order_relaxed) != generations[passed]) {
       return true;
     }
     const Fence fence = fifo.pop();

@@ -126,6 +126,7 @@ static_assert(sizeof(MemcpyAttributes) == 24, "layout of CUmemcpyAttributes_v1")
   X(event_destroy, "cuEventDestroy", 4000, true, (Event event))                                                       \
   X(stream_wait_event, "cuStreamWaitEvent", 3020, true, (Stream stream, Event event, unsigned flags))                 \
   X(stream_is_capturing, "cuStreamIsCapturing", 10000, true, (Stream stream, int* capture_status))                    \
+  X(stream_get_id, "cuStreamGetId", 12000, false, (Stream stream, unsigned long long* out))                           \
   X(ctx_get_current, "cuCtxGetCurrent", 4000, true, (Context * out))                                                  \
   X(ctx_push_current, "cuCtxPushCurrent", 4000, true, (Context context))                                              \
   X(ctx_pop_current, "cuCtxPopCurrent", 4000, true, (Context * out))                                                  \

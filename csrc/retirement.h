@@ -6,13 +6,13 @@
 //   submit ──▶ [ fence 7 | fence 6 | fence 5 ] ──▶ poll the head; when it passed, its slot has one fence less
 //
 // A fence is a recorded event. Events are recycled, so a fence is named by its cell and the cell's generation: once the
-// generation moved on, that fence has passed, whatever the event is doing now. A passed fence proves nothing about
-// others, not even earlier ones under the same stream handle (drivers recycle handles), hence head polling (I4).
+// generation moved on, that fence has passed, whatever the event is doing now. Stream handles are recycled too, so a
+// passed fence proves nothing about an older one under the same handle (I4), unless the driver names the streams: two
+// fences of one cuStreamGetId are of one stream, and pass in order.
 //
-// When to poll. The query that first sees the device's progress costs 1.3 us, every query of an older fence of the same
-// stream after it 0.2 us, a busy one 0.2 us (H200 host, driver 580; benchmarks/results/event_query.json). So fences are
-// polled in batches, the youngest first as a hint; what is popped is still popped from the head, each fence by its own
-// query.
+// When to poll. While a stream has work queued, each query that finds a fence passed costs 1.3 to 1.5 us, in vain 0.2
+// us (H200, driver 580: benchmarks/results/event_query.json). So a caller who is not short of room lets fences come
+// together and asks for a young one of them, which answers for the older ones of its stream.
 //
 // Nothing here locks or calls the driver: Device does both, and holds its mutex around every call.
 #pragma once
@@ -42,7 +42,8 @@ struct FenceCell {
 
 struct Fence {
   FenceCell* cell;
-  Slot* slot;  // nullptr: nothing but a ticket waits on it
+  Slot* slot;                    // nullptr: nothing but a ticket waits on it
+  unsigned long long stream_id;  // cuStreamGetId; 0 where the driver has none
 };
 
 // Fences of one stream in submission order. A ring that grows to the peak in flight and then allocates no more (I7).

@@ -56,8 +56,7 @@ Status enter_any(Entry entry) {
   return device == nullptr ? status::kSuccess : enter(*device, entry);
 }
 
-// --- host memory
-// ------------------------------------------------------------------------------------------------------
+// --- host memory ---
 
 Status mem_host_alloc(void** out, std::size_t nbytes, unsigned) {
   return call([&](Lock&) -> Status {
@@ -100,8 +99,7 @@ Status mem_host_get_device_pointer(DevicePtr* out, void* p, unsigned flags) {
   });
 }
 
-// --- copies
-// -----------------------------------------------------------------------------------------------------------
+// --- copies ---
 
 // Submits what `describe` adds to a copy step; a step without copies is a no-op.
 template <class Describe>
@@ -232,8 +230,7 @@ Status memcpy_batch_async(DevicePtr* dsts, DevicePtr* srcs, std::size_t* sizes, 
   });
 }
 
-// --- events and streams
-// -----------------------------------------------------------------------------------------------
+// --- events and streams ---
 
 Status event_create(Event* out, unsigned) {
   return call([&](Lock&) -> Status {
@@ -338,8 +335,17 @@ Status stream_is_capturing(Stream stream, int* out) {
   });
 }
 
-// --- contexts
-// ---------------------------------------------------------------------------------------------------------
+Status stream_get_id(Stream stream, unsigned long long* out) {
+  return call([&](Lock&) -> Status {
+    std::shared_ptr<Queue> queue;
+    if (const Status status = enter_stream(Entry::stream_get_id, stream, &queue)) return status;
+    if (out == nullptr) return status::kInvalidValue;
+    *out = queue->id;
+    return status::kSuccess;
+  });
+}
+
+// --- contexts ---
 
 Status ctx_get_current(Context* out) {
   return call([&](Lock&) -> Status {
@@ -390,8 +396,7 @@ Status thread_exchange_capture_mode(int* mode) {
   });
 }
 
-// --- errors
-// -----------------------------------------------------------------------------------------------------------
+// --- errors ---
 
 Status get_error_name(Status error, const char** out) {
   return call([&](Lock&) -> Status {

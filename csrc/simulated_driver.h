@@ -85,7 +85,7 @@ class SimulatedDevice {
   void close() noexcept;
   bool closed() const noexcept;
 
-  // --- Finding a device ---------------------------------------------------------------------------------------------
+  // --- Finding a device ---
   static SimulatedDevice* find(const void* p) noexcept;       // whose heap holds p; one relaxed load if there is none
   static SimulatedDevice* of_stream(Stream stream) noexcept;  // a created stream's; null for stream 0 and unknown ones
   static SimulatedDevice* current() noexcept;                 // of this thread's current context, else null
@@ -103,14 +103,13 @@ class SimulatedDevice {
   void make_current();           // like cuCtxSetCurrent
   void drop_current() noexcept;  // removes its context from this thread's stack
 
-  // --- Streams. Here, unlike in the table, handle 0 is this device's default stream ---------------------------------
+  // --- Streams. Here, unlike in the table, handle 0 is this device's default stream ---
   Status create_stream(Stream* out);
   Status destroy_stream(Stream stream);    // pending work still runs; the handle is given out again
   Stream current_stream() const noexcept;  // of this thread
   void set_current_stream(Stream stream);
 
-  // --- Work
-  // -----------------------------------------------------------------------------------------------------------
+  // --- Work ---
   Status launch(Stream stream, Kernel kernel);
   // The bare copy, as the negative control of race tests. `owner`, if any, keeps the source alive until it was read;
   // like a kernel it is destroyed outside the machine's lock, on any thread.
@@ -128,13 +127,12 @@ class SimulatedDevice {
   Status synchronize();
   Status synchronize(Stream stream);
 
-  // --- Capture
-  // ----------------------------------------------------------------------------------------------------------
+  // --- Capture ---
   Status begin_capture(Stream stream, int mode);
   Status end_capture(Stream stream, SimulatedGraph* out);
   Status replay(const SimulatedGraph& graph, Stream stream);
 
-  // --- Heap: a block lives until it is freed and no queued step or graph uses it ------------------------------------
+  // --- Heap: a block lives until it is freed and no queued step or graph uses it ---
   void* heap_alloc(std::size_t nbytes);     // filled with kPoison; 256-byte aligned; throws std::bad_alloc
   static void heap_free(void* p) noexcept;  // also after close()
   static constexpr unsigned char kPoison = 0xCD;

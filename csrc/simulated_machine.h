@@ -45,8 +45,7 @@ const char* entry_name(Entry entry) noexcept;
 struct Queue;
 struct Capture;
 
-// --- Memory
-// -----------------------------------------------------------------------------------------------------------
+// --- Memory ---
 
 struct HeapBlock {
   HeapBlock(Device* owner, std::size_t size);  // throws std::bad_alloc
@@ -85,8 +84,7 @@ struct Copy {
   bool poisoned = false;                            // its source was freed: decided when the step begins
 };
 
-// --- Steps and queues
-// -------------------------------------------------------------------------------------------------
+// --- Steps and queues ---
 
 // One record of an event. The event points at its last one; a wait keeps the one it found.
 struct Record {
@@ -118,20 +116,26 @@ struct Step {
 
 // A stream without its handle: a destroyed one lives on until its steps ran, while the handle already names another.
 struct Queue {
-  Queue(Device* owner, Stream name) : device(owner), handle(name) {}
+  Queue(Device* owner, Stream name) : device(owner), handle(name), id(next_id()) {}
 
   Device* const device;
   const Stream handle;
+  const unsigned long long id;  // never given twice, unlike the handle
   bool destroyed = false;
   bool busy = false;  // a step is being run
   std::deque<Step> steps;
 
   std::shared_ptr<Capture> capture;
   std::vector<bool> captured_before;  // which captured steps this stream's next one comes after
+
+ private:
+  static unsigned long long next_id() {
+    static std::atomic<unsigned long long> last{0};
+    return ++last;
+  }
 };
 
-// --- Capture
-// ----------------------------------------------------------------------------------------------------------
+// --- Capture ---
 
 struct Capture {
   Device* device;
@@ -155,8 +159,7 @@ struct EventState {
   std::vector<bool> captured_before;
 };
 
-// --- Device and machine
-// -----------------------------------------------------------------------------------------------
+// --- Device and machine ---
 
 struct Failure {
   std::uint64_t skip;   // calls that still succeed
@@ -219,8 +222,7 @@ struct ThreadState {
 };
 ThreadState& this_thread() noexcept;
 
-// --- simulated_machine.cpp: which step may run, and running it
-// --------------------------------------------------------
+// --- simulated_machine.cpp: which step may run, and running it ---
 
 Device* current_device() noexcept;
 // Counts the call. Returns what the call must return without doing anything (injected, sticky, closed), or success.
@@ -250,8 +252,7 @@ void announce_change();  // of a kind that may end a wait
 // Takes what has not run off a device that closes. The caller destroys it without the lock.
 std::vector<Step> take_steps(Device& device);
 
-// --- simulated_driver.cpp: the table
-// -----------------------------------------------------------------------------------
+// --- simulated_driver.cpp: the table ---
 
 Driver driver_table() noexcept;
 // cuMemcpyHtoDAsync that also keeps its source alive until it ran, as torch's allocators do. The bytes stay unguarded.
@@ -261,8 +262,7 @@ Status copy_keeping_alive(DevicePtr dst, const void* src, std::size_t nbytes, St
 const char* error_name(Status status);
 const char* error_text(Status status);
 
-// --- simulated_memory.cpp: the heap, pinned memory, and the copies between them
-// ---------------------------------------
+// --- simulated_memory.cpp: the heap, pinned memory, and the copies between them ---
 
 HeapBlock* find_block(const void* p);
 const HostRange* find_host(const void* p);
@@ -277,8 +277,7 @@ Status host_alloc(Device& device, void** out, std::size_t nbytes);
 Status host_register(Device& device, void* p, std::size_t nbytes);
 Status host_release(Lock& lock, void* p, bool allocated);
 
-// --- simulated_capture.cpp: the rules of stream capture
-// ---------------------------------------------------------------
+// --- simulated_capture.cpp: the rules of stream capture ---
 
 Status check_unsafe_call();                // 900, and the captures concerned are broken
 Status check_enqueue(const Queue& queue);  // 906 on stream 0 beside a capture; 901 in a broken one

@@ -130,8 +130,9 @@ def copy_rows_(
     dim: int = 0,
     pool: StagingPool | None = None,
 ) -> torch.Tensor:
-    """Copies rows of a host table: ``dst.narrow(dim, 0, len(index)) <- src.index_select(dim, index)`` (contract: snapshot).
+    """Copies rows of a host table: ``dst.narrow(dim, 0, len(index)) <- src.index_select(dim, index)``.
 
+    The rows are gathered straight into a pinned slot (contract: snapshot);
     The rows are gathered straight into a pinned slot; `src` and `index` may be written as soon as the call returns.
 
     Args:
@@ -146,7 +147,7 @@ def copy_rows_(
         dst.
 
     Raises:
-        IndexError: an index is negative or past the table; the message names the first and its position. Also a bad `dim`.
+        IndexError: an index is negative or past the table (the message names the first and its place), or a bad `dim`.
         ValueError: shapes or dtypes that do not fit, dst too small, or a pool of another device.
         TypeError: an index that is not of integers.
         CaptureError, PoolExhausted, DriverError: as `copy_`. Whatever is raised, dst was not written.

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
-from typing import Any, Protocol, Union
+from typing import Any, Protocol, TypeAlias, Union
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from typing_extensions import TypeAlias
 
 from pinstage import _core, cuda
 from pinstage.errors import DriverError

@@ -26,7 +26,7 @@ class DoubleBuffer:
         dtype: its dtype.
         device: where the copies go; None is the current device. A SimulatedDevice too.
         depth: number of buffers, at least 1: how many copies may be under way before `fill` waits.
-        carry: start each fill from the contents of the last finished one, for tables of which a step changes a few rows.
+        carry: start each fill from the last finished one's contents, for tables of which a step changes a few rows.
             With one buffer that is the buffer as it was left.
         pool: take the buffers from this pool; None is the device's default pool.
 
@@ -144,7 +144,7 @@ class DoubleBuffer:
 
     @property
     def device_view(self) -> torch.Tensor:
-        """The last fill as a tensor on the device, for kernels that read host memory in place; `retire` their streams."""
+        """The last fill as a tensor on the device, for kernels that read it in place; `retire` their streams."""
         return self._last_fill().device_view
 
     def _last_fill(self) -> Lease:

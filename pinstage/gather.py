@@ -115,7 +115,7 @@ def gather_rows(src: Any, index: Any, *, dim: int = 0, out: torch.Tensor | None 
         `out`, or a new contiguous tensor of src's shape with ``len(index)`` along `dim`.
 
     Raises:
-        IndexError: an index is negative or past the table; the message names the first and its position. Also a bad `dim`.
+        IndexError: an index is negative or past the table (the message names the first and its place), or a bad `dim`.
         ValueError: shapes, dtypes or devices that do not fit, or an `out` that overlaps `src`.
         TypeError: an index that is not of integers.
 

@@ -11,10 +11,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Union
+from typing import Literal, TypeAlias
 
 import torch
-from typing_extensions import TypeAlias
+from typing_extensions import Self
 
 from pinstage import _core
 from pinstage.budget import default_max_bytes
@@ -23,7 +23,7 @@ from pinstage.dtypes import code_of
 from pinstage.errors import LeaseStateError
 from pinstage.ticket import Ticket, release_passed
 
-ShapeLike: TypeAlias = Union[int, Sequence[int]]
+ShapeLike: TypeAlias = int | Sequence[int]
 
 _INITIAL_BYTES = 8 << 20  # one pinning of 4 to 5 ms on an H200 host; doubles from there
 
@@ -153,7 +153,7 @@ class Lease:
             raise LeaseStateError("this lease was handed over or cancelled; take a new one with pool.lease()")
         if tuple(dst.shape) != self.shape or dst.dtype != self.dtype:
             raise ValueError(
-                f"dst is {tuple(dst.shape)} of {dst.dtype}, the lease {self.shape} of {self.dtype}; lease what dst needs"
+                f"dst is {tuple(dst.shape)} {dst.dtype}, the lease {self.shape} {self.dtype}: lease what dst needs"
             )
         stream = self._pool.device.current_stream
         if dst.numel() == 0:
@@ -161,7 +161,9 @@ class Lease:
         device = holding(dst)
         if device is not self._pool.device:
             where = "host memory" if device is None else device.name
-            raise ValueError(f"dst is in {where}, the lease's pool on {self._pool.device.name}; use a pool of dst's device")
+            raise ValueError(
+                f"dst is in {where}, the lease's pool on {self._pool.device.name}; use a pool of dst's device"
+            )
         device.require_not_capturing(stream)
         view = self._lease.device_view()
         run_on_stream(device, lambda: dst.copy_(view), writes=dst)
@@ -215,7 +217,7 @@ class Lease:
                 "parked until pool.reclaim(synchronize=True). Declare the readers, or cancel() an unused lease"
             )
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -236,8 +238,8 @@ class Lease:
             return
         if abandoned:
             warnings.warn(
-                f"a lease of {self.shape} {self.dtype} was dropped without copy_to(), retire() or cancel(); its slot is "
-                "parked until pool.reclaim(synchronize=True)",
+                f"a lease of {self.shape} {self.dtype} was dropped without copy_to(), retire() or cancel(); its slot "
+                "is parked until pool.reclaim(synchronize=True)",
                 ResourceWarning,
                 stacklevel=2,
                 source=self,
@@ -408,11 +410,11 @@ class StagingPool(_core.Pool):
     def close(self) -> None:
         """Waits for the copies in flight and unpins the memory. Leases and copies raise from here on.
 
-        Slots whose tensors still live, and leases still open, keep their slabs until they end. Closing again is harmless.
+        Slots whose tensors still live, and leases still open, keep their slabs until they end. Closing twice is harmless.
         """
         self._close()
 
-    def __enter__(self) -> StagingPool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

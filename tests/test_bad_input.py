@@ -64,7 +64,7 @@ SUBMISSIONS = {
     "fewer_dims": (
         lambda r, lease: lease.copy_to(r.empty(16)),
         ValueError,
-        r"\(16,\) of torch.float32, the lease \(4, 4\)",
+        r"\(16,\) torch.float32, the lease \(4, 4\)",
     ),
     "dtype": (lambda r, lease: lease.copy_to(r.empty((4, 4), torch.int32)), ValueError, "torch.int32, the lease"),
     "host": (lambda r, lease: lease.copy_to(torch.empty(4, 4)), ValueError, "host memory.*use a pool of dst's device"),

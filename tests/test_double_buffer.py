@@ -38,7 +38,8 @@ def test_fill_waits_for_its_slots_fence_and_never_counts(rig, depth):
         rig.expect(dst, step + 1)
 
 
-@pytest.mark.raced
+# No control: nothing may hold the streams, or the third fill would wait for ever; on a GPU the copies may win the race.
+@pytest.mark.both
 def test_each_consumer_sees_its_own_fill(rig):
     """Case 5: K fills of one workspace inside one step, more than it is deep."""
     dsts = [rig.filled(64, torch.int32, 0) for _ in range(8)]

@@ -182,7 +182,7 @@ def heal(dev, scenario):
 # get_error_name and get_error_string are called only on the way to an error.
 ENTRIES = [
     "cuCtxGetCurrent", "cuCtxSynchronize", "cuEventCreate", "cuEventQuery", "cuEventRecord", "cuMemFreeHost",
-    "cuMemHostAlloc", "cuMemcpy2DAsync", "cuMemcpy3DAsync", "cuMemcpyHtoDAsync", "cuStreamIsCapturing",
+    "cuMemHostAlloc", "cuMemcpy2DAsync", "cuMemcpy3DAsync", "cuMemcpyHtoDAsync", "cuStreamGetId", "cuStreamIsCapturing",
     "cuStreamWaitEvent", "cuThreadExchangeStreamCaptureMode",
 ]  # fmt: skip
 

@@ -333,6 +333,7 @@ def test_tensor_has_exactly_the_leased_shape(rig, shape):
 
 
 @pytest.mark.both
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize(
     "dtype",
     [

@@ -350,7 +350,7 @@ def test_latch_past_its_timeout_says_that_it_did_not_hold():
 
 def test_latch_refuses_what_is_no_stream_and_no_timeout():
     with SimulatedDevice() as dev:
-        with pytest.raises(TypeError, match="is no stream"):
+        with pytest.raises(TypeError, match="a stream is a"):
             latch("stream")
         with pytest.raises(ValueError, match="timeout is 0"):
             latch(dev.default_stream, timeout=0)
@@ -609,6 +609,8 @@ def wait():
         pass
 threading.Thread(target=wait, daemon=True).start()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False, cwd=TESTS)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False, cwd=TESTS
+    )
     assert (done.returncode, done.stdout) == (0, "")
     assert "Traceback" not in done.stderr
