@@ -410,7 +410,7 @@ class StagingPool(_core.Pool):
     def close(self) -> None:
         """Waits for the copies in flight and unpins the memory. Leases and copies raise from here on.
 
-        Slots whose tensors still live, and leases still open, keep their slabs until they end. Closing twice is harmless.
+        Slabs under living tensors and open leases stay until those end. Closing twice is harmless.
         """
         self._close()
 
