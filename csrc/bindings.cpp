@@ -19,6 +19,7 @@
 #include "gil.h"
 #include "simulated_driver.h"
 #include "stage.h"
+#include "team.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -330,7 +331,7 @@ bool try_gather(nb::handle out, nb::handle src, nb::handle index, int dim) {
   rows.dst = o.data;
   {
     const ReleasedGil no_gil;
-    gather(rows);
+    gather_in_parallel(rows);
   }
   bump_version(out.ptr());
   return true;
@@ -465,6 +466,8 @@ NB_MODULE(_core, m) {
   m.def(
       "lying_event_query", [] { return reinterpret_cast<std::uintptr_t>(&lying_event_query); },
       "Address of a cuEventQuery that always says done: the negative control of race tests.");
+  m.def("set_num_threads", [](int threads) { Team::instance().set_threads(threads); }, "threads"_a);
+  m.def("num_threads", [] { return Team::instance().threads(); });
   m.def("isa", &isa, "The instruction set of the gather kernels in use.");
   m.def("try_copy", &try_copy, "dst"_a, "src"_a, "pool"_a.none());
   m.def("with_fast_path", &with_fast_path, "copy"_a,

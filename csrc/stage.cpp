@@ -2,19 +2,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "stage.h"
 
+#include "team.h"
+
 namespace pinstage {
 
 void stage_copy(Pool& pool, const CopyPlan& plan, const TensorView& dst, const TensorView& src, Stream stream,
                 const Wait& wait) {
   const std::size_t nbytes = plan.nbytes();
   pool.stage(nbytes, plan, reinterpret_cast<DevicePtr>(dst.data), stream, wait,
-             [&](char* slot) { copy_bytes(slot, src.data, nbytes); });
+             [&](char* slot) { copy_bytes_in_parallel(slot, src.data, nbytes); });
 }
 
 void stage_rows(Pool& pool, const CopyPlan& plan, char* dst, Gather rows, Stream stream, const Wait& wait) {
   pool.stage(plan.nbytes(), plan, reinterpret_cast<DevicePtr>(dst), stream, wait, [&](char* slot) {
     rows.dst = slot;
-    gather(rows);
+    gather_in_parallel(rows);
   });
 }
 
