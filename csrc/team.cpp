@@ -26,7 +26,10 @@ constexpr int kMaxThreads = 64;
 // After a job a worker spins for the next one this long, then it parks and costs nothing.
 constexpr auto kSpin = std::chrono::microseconds(200);
 
-// Below kAlone one thread is as fast as several; from kWake the work is worth waking parked workers for.
+// A job this soon after the last one is part of a burst, and the rest of the burst is worth waking workers for.
+constexpr auto kBurst = std::chrono::microseconds(500);
+
+// Below kAlone one thread is as fast as several; from kWake a job alone is worth waking parked workers for.
 constexpr std::size_t kAlone = 48 << 10;
 constexpr std::size_t kWake = 512 << 10;
 constexpr std::size_t kBytesPerThread = 24 << 10;
@@ -125,10 +128,7 @@ void Team::run(std::int64_t chunks, int threads, bool wake, Chunk chunk, void* w
   places_.store(helpers, std::memory_order_relaxed);
   open_.store(true);
   posted_.fetch_add(1);
-  if (wake && parked_.load() > 0) {
-    const std::lock_guard<std::mutex> lock(park_mutex_);
-    unpark_.notify_all();
-  }
+  if ((wake || Clock::now() - last_end_ < kBurst) && parked_.load() > 0) wake_one();
   for (std::int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < chunks;) chunk(work, i);
   open_.store(false);
   for (int spins = 0; active_.load() != 0; ++spins) {
@@ -138,6 +138,13 @@ void Team::run(std::int64_t chunks, int threads, bool wake, Chunk chunk, void* w
       std::this_thread::yield();  // a worker lost its CPU in the middle of a chunk
     }
   }
+  last_end_ = Clock::now();
+}
+
+// The woken wake the next: the caller pays for one.
+void Team::wake_one() {
+  const std::lock_guard<std::mutex> lock(park_mutex_);
+  unpark_.notify_one();
 }
 
 void Team::work_for_ever() {
@@ -163,7 +170,7 @@ std::uint64_t Team::await(std::uint64_t seen) {
       std::unique_lock<std::mutex> lock(park_mutex_);
       parked_.fetch_add(1);
       unpark_.wait(lock, [&] { return (posted = posted_.load()) != seen; });
-      parked_.fetch_sub(1);
+      if (parked_.fetch_sub(1) > 1 && places_.load(std::memory_order_relaxed) > 0) unpark_.notify_one();
       break;
     }
   }

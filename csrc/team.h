@@ -15,6 +15,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -45,10 +46,13 @@ class Team {
   void start(int workers) noexcept;
   void work_for_ever();
   std::uint64_t await(std::uint64_t seen);
+  void wake_one();
 
   std::atomic<int> threads_;
   std::mutex job_mutex_;  // held by the caller whose job has the workers
-  int workers_ = 0;       // started so far; guarded by job_mutex_
+  // Guarded by job_mutex_:
+  int workers_ = 0;  // started so far
+  std::chrono::steady_clock::time_point last_end_;
 
   // The job. A worker reads it only between entering (active_) and leaving while open_ is true; the caller changes it
   // only while open_ is false and active_ is 0.
