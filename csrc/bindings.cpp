@@ -468,6 +468,7 @@ NB_MODULE(_core, m) {
       "Address of a cuEventQuery that always says done: the negative control of race tests.");
   m.def("set_num_threads", [](int threads) { Team::instance().set_threads(threads); }, "threads"_a);
   m.def("num_threads", [] { return Team::instance().threads(); });
+  Team::instance();  // reads PINSTAGE_THREADS: a mistake in it shows at import
   m.def("isa", &isa, "The instruction set of the gather kernels in use.");
   m.def("try_copy", &try_copy, "dst"_a, "src"_a, "pool"_a.none());
   m.def("with_fast_path", &with_fast_path, "copy"_a,

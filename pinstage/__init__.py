@@ -24,7 +24,7 @@ from pinstage.errors import (
     PoolExhausted,
     WaitTimeout,
 )
-from pinstage.gather import gather_rows
+from pinstage.gather import gather_rows, set_num_threads
 from pinstage.pool import Lease, PoolStats, StagingPool, default_pool
 from pinstage.ticket import Ticket, keep_alive
 
@@ -46,4 +46,5 @@ __all__ = [
     "default_pool",
     "gather_rows",
     "keep_alive",
+    "set_num_threads",
 ]

@@ -146,6 +146,10 @@ def lying_event_query() -> int:
     Address of a cuEventQuery that always says done: the negative control of race tests.
     """
 
+def set_num_threads(threads: int) -> None: ...
+
+def num_threads() -> int: ...
+
 def isa() -> str:
     """The instruction set of the gather kernels in use."""
 

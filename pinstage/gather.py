@@ -139,3 +139,21 @@ def gather_rows(src: Any, index: Any, *, dim: int = 0, out: torch.Tensor | None 
     if torch._C._overlaps(out, src) or torch._C._overlaps(out, index):
         raise ValueError("out overlaps src or index, which the gather still reads; pass an out of its own")
     return torch.index_select(src, dim, index, out=out) if out.numel() else out
+
+
+def set_num_threads(threads: int) -> None:
+    """Sets how many threads share one large snapshot or gather, the caller counted.
+
+    Args:
+        threads: at least 1; more than the CPUs that the process may use count as those. 0 is the default:
+            ``PINSTAGE_THREADS``, or at most 8.
+
+    Raises:
+        ValueError: negative.
+
+    Example:
+        >>> import pinstage
+        >>> pinstage.set_num_threads(1)
+        >>> pinstage.set_num_threads(0)
+    """
+    _core.set_num_threads(threads)
