@@ -2,7 +2,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // pinstage._core: the core as seen from Python. Policy, checks of what a user passes and documentation are in the
-// Python package; here are thin handles and the calls that run on every copy.
+// Python package; here are thin handles. What runs on every copy is in snapshot_bindings.cpp.
+#include "bindings.h"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -25,9 +27,6 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace pinstage {
-
-void bind_simulated_driver(nb::module_& module);
-
 namespace {
 
 // Runs on a waiting thread that holds neither the GIL nor a lock. Python handles signals on its main thread alone, so
@@ -39,6 +38,10 @@ bool signal_raised() {
   const nb::gil_scoped_acquire gil;
   return PyErr_CheckSignals() != 0;
 }
+
+}  // namespace
+
+Device* cuda_devices[kMaxCudaDevices];
 
 Wait wait_for(std::optional<double> timeout) {
   if (timeout.has_value() && !(*timeout >= 0)) {
@@ -80,6 +83,24 @@ void raise(const Error& error) {
   PyErr_SetObject(type.ptr(), value.ptr());
 }
 
+bool warn_of_waits(Pool& pool) {
+  if (!pool.take_wait_notice()) return true;
+  const std::string message = "the staging pool of " + pool.device().name() +
+                              " is full and callers wait for copies to finish: its default max_bytes of " +
+                              std::to_string(pool.options().max_bytes) +
+                              " is too small for this program. Set PINSTAGE_MAX_BYTES or pass max_bytes";
+  return PyErr_WarnEx(PyExc_RuntimeWarning, message.c_str(), 2) == 0;
+}
+
+Device* device_of(const TensorView& view) {
+  if (view.device.type == kDlCuda) return view.device.id < kMaxCudaDevices ? cuda_devices[view.device.id] : nullptr;
+  if (view.device.type != kDlCpu) return nullptr;
+  const SimulatedDevice* simulated = SimulatedDevice::find(view.data);
+  return simulated != nullptr ? static_cast<Device*>(simulated->owner()) : nullptr;
+}
+
+namespace {
+
 Driver driver_from_addresses(const nb::dict& addresses) {
   Driver driver;
 #define PINSTAGE_SET(field, cuda_name, version, required, parameters)                                        \
@@ -107,12 +128,8 @@ Status lying_event_query(Event) { return status::kSuccess; }
 
 // --- devices and pools ---
 
-constexpr int kMaxCudaDevices = 64;
 constexpr int kMaxLeaseDims = 16;
 constexpr std::uint64_t kMaxLeaseBytes = std::uint64_t{1} << 46;
-
-// What copies without `pool=` find: by CUDA index here, by address for simulated devices (SimulatedDevice::owner).
-Device* cuda_devices[kMaxCudaDevices];
 
 struct PyDevice {
   std::shared_ptr<Device> device;
@@ -151,190 +168,6 @@ std::unique_ptr<PyDevice> simulated_device(nb::object simulated) {
                                          stream_of, &source);
   source.set_owner(device.get());
   return std::make_unique<PyDevice>(std::move(device), std::move(simulated));
-}
-
-struct PyPool {
-  std::shared_ptr<Pool> pool;
-  ~PyPool() { pool->abandon(); }
-};
-
-// False with the Python error set when warnings are errors.
-bool warn_of_waits(Pool& pool) {
-  if (!pool.take_wait_notice()) return true;
-  const std::string message = "the staging pool of " + pool.device().name() +
-                              " is full and callers wait for copies to finish: its default max_bytes of " +
-                              std::to_string(pool.options().max_bytes) +
-                              " is too small for this program. Set PINSTAGE_MAX_BYTES or pass max_bytes";
-  return PyErr_WarnEx(PyExc_RuntimeWarning, message.c_str(), 2) == 0;
-}
-
-// The device that holds `view`, if pinstage has met it.
-Device* device_of(const TensorView& view) {
-  if (view.device.type == kDlCuda) return view.device.id < kMaxCudaDevices ? cuda_devices[view.device.id] : nullptr;
-  if (view.device.type != kDlCpu) return nullptr;
-  const SimulatedDevice* simulated = SimulatedDevice::find(view.data);
-  return simulated != nullptr ? static_cast<Device*>(simulated->owner()) : nullptr;
-}
-
-// The pool that a copy to `dst` uses: the one given, else the default pool of dst's device. Null: the general path
-// finds out what is wrong, or sets the default pool up.
-std::shared_ptr<Pool> pool_for(const TensorView& dst, nb::handle given) {
-  Device* const device = device_of(dst);
-  if (device == nullptr) return nullptr;
-  if (given.is_none()) return device->default_pool;
-  PyPool* pool = nullptr;
-  if (!nb::try_cast(given, pool) || pool == nullptr || &pool->pool->device() != device) return nullptr;
-  return pool->pool;
-}
-
-// Do the bytes between first and last element of the two meet?
-bool overlap(const TensorView& a, const TensorView& b) {
-  const auto end = [](const TensorView& view) {
-    std::int64_t last = 0;
-    for (int i = 0; i < view.ndim; ++i) last += (view.shape[i] - 1) * view.strides[i];
-    return view.data + (last + 1) * static_cast<std::int64_t>(view.itemsize());
-  };
-  return a.numel() > 0 && b.numel() > 0 && a.data < end(b) && b.data < end(a);
-}
-
-bool on_host(const TensorView& view) {
-  return view.device.type == kDlCpu && (SimulatedDevice::live() == 0 || SimulatedDevice::find(view.data) == nullptr);
-}
-
-// --- snapshots: true when done, false when the call is not one for the fast path (nothing happened then) ---
-
-bool try_copy(nb::handle dst, nb::handle src, nb::handle given_pool) {
-  TensorView d, s;
-  if (!view_tensor(dst.ptr(), &d) || !view_tensor(src.ptr(), &s)) return false;
-  if (!(d.dtype == s.dtype) || !d.same_shape(s) || !s.contiguous() || !on_host(s)) return false;
-  CopyPlan plan;
-  if (d.numel() == 0 || !plan_copy(d.ndim, d.shape, d.strides, d.itemsize(), &plan)) return false;
-  if (!copies_bytes_only(dst.ptr(), src.ptr(), d.dtype)) return false;
-  const std::shared_ptr<Pool> pool = pool_for(d, given_pool);
-  if (pool == nullptr) return false;
-  const Stream stream = pool->device().current_stream();
-  if (!bump_version(dst.ptr())) return false;
-  {
-    const ReleasedGil no_gil;
-    stage_copy(*pool, plan, d, s, stream, wait_for({}));
-  }
-  // The copy is under way: a warning that is an error must not make it look as if it were not.
-  if (!warn_of_waits(*pool)) PyErr_WriteUnraisable(dst.ptr());
-  return true;
-}
-
-// copy_ as a builtin: what try_copy takes is done without the frame of a Python function (0.1 us); every other call,
-// and whatever try_copy declines, goes to that function, the builtin's self, as it came.
-PyObject* call_copy(PyObject* general, PyObject* const* args, Py_ssize_t count, PyObject* names) {
-  nb::handle pool = nb::none();
-  bool fast = count == 2 || (count == 3 && args[2] == Py_True);
-  if (names != nullptr) {
-    for (Py_ssize_t i = 0; i < PyTuple_Size(names); ++i) {
-      PyObject* const name = PyTuple_GetItem(names, i);
-      if (PyUnicode_CompareWithASCIIString(name, "pool") == 0) {
-        pool = args[count + i];
-      } else {
-        fast = fast && args[count + i] == Py_True && PyUnicode_CompareWithASCIIString(name, "non_blocking") == 0;
-      }
-    }
-  }
-  if (fast) {
-    try {
-      if (try_copy(args[0], args[1], pool)) {
-        Py_INCREF(args[0]);
-        return args[0];
-      }
-    } catch (const Error& error) {
-      raise(error);
-      return nullptr;
-    } catch (const Interrupted&) {
-      return nullptr;
-    } catch (const std::exception& error) {
-      PyErr_SetString(PyExc_RuntimeError, error.what());
-      return nullptr;
-    }
-  }
-  return PyObject_Vectorcall(general, args, static_cast<std::size_t>(count), names);
-}
-
-// Called once, with the Python function; the builtin has its name, signature and documentation.
-nb::object with_fast_path(nb::callable general) {
-  static std::string doc;
-  static PyMethodDef method = {"copy_", nullptr, METH_FASTCALL | METH_KEYWORDS, nullptr};
-  doc = "copy_(dst, src, non_blocking=True, *, pool=None)\n--\n\n" + nb::cast<std::string>(general.attr("__doc__"));
-  method.ml_meth = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_copy));
-  method.ml_doc = doc.c_str();
-  const nb::object module_name = general.attr("__module__");
-  return nb::steal(PyCFunction_NewEx(&method, general.ptr(), module_name.ptr()));
-}
-
-// The checked gather of `src` rows along `dim`; false when `src` or `index` is not of the form that the kernels take.
-bool plan_checked_gather(const TensorView& src, const TensorView& index, int dim, Gather* rows) {
-  if (!on_host(src) || !on_host(index) || index.ndim != 1 || index.dtype.code != kDlInt ||
-      (index.dtype.bits != 32 && index.dtype.bits != 64) || dim < 0 || dim >= src.ndim) {
-    return false;
-  }
-  if (!plan_gather(src, dim, index, rows)) return false;
-  const std::int64_t bad =
-      first_bad_index(rows->index, rows->index_is_64, rows->index_stride, rows->count, rows->src_rows);
-  if (bad >= 0) {
-    const std::int64_t at = bad * rows->index_stride;
-    const std::int64_t value = rows->index_is_64 ? static_cast<const std::int64_t*>(rows->index)[at]
-                                                 : static_cast<const std::int32_t*>(rows->index)[at];
-    throw Error(ErrorKind::kIndex, "index " + std::to_string(value) + " at position " + std::to_string(bad) +
-                                       " is out of range for " + std::to_string(rows->src_rows) + " rows");
-  }
-  return true;
-}
-
-// dst has src's shape but for `dim`, where it has at least `count`.
-bool takes_rows(const TensorView& dst, const TensorView& src, int dim, std::int64_t count) {
-  if (!(dst.dtype == src.dtype) || dst.ndim != src.ndim || dst.shape[dim] < count) return false;
-  for (int i = 0; i < dst.ndim; ++i) {
-    if (i != dim && dst.shape[i] != src.shape[i]) return false;
-  }
-  return true;
-}
-
-bool try_copy_rows(nb::handle dst, nb::handle src, nb::handle index, int dim, nb::handle given_pool) {
-  TensorView d, s, x;
-  if (!view_tensor(dst.ptr(), &d) || !view_tensor(src.ptr(), &s) || !view_tensor(index.ptr(), &x)) return false;
-  Gather rows;
-  if (!plan_checked_gather(s, x, dim, &rows) || !takes_rows(d, s, dim, rows.count)) return false;
-  const TensorView part = narrow(d, dim, rows.count);
-  CopyPlan plan;
-  if (part.numel() == 0 || !plan_copy(part.ndim, part.shape, part.strides, part.itemsize(), &plan)) return false;
-  if (!copies_bytes_only(dst.ptr(), src.ptr(), d.dtype)) return false;
-  const std::shared_ptr<Pool> pool = pool_for(d, given_pool);
-  if (pool == nullptr) return false;
-  const Stream stream = pool->device().current_stream();
-  {
-    const ReleasedGil no_gil;
-    stage_rows(*pool, plan, part.data, rows, stream, wait_for({}));
-  }
-  bump_version(dst.ptr());
-  // The copy is under way: a warning that is an error must not make it look as if it were not.
-  if (!warn_of_waits(*pool)) PyErr_WriteUnraisable(dst.ptr());
-  return true;
-}
-
-bool try_gather(nb::handle out, nb::handle src, nb::handle index, int dim) {
-  TensorView o, s, x;
-  if (!view_tensor(out.ptr(), &o) || !view_tensor(src.ptr(), &s) || !view_tensor(index.ptr(), &x)) return false;
-  Gather rows;
-  if (!plan_checked_gather(s, x, dim, &rows) || !takes_rows(o, s, dim, rows.count)) return false;
-  if (!on_host(o) || !o.contiguous() || o.shape[dim] != rows.count || o.numel() == 0) return false;
-  if (!copies_bytes_only(out.ptr(), src.ptr(), o.dtype)) return false;
-  if (overlap(o, s) || overlap(o, x)) {
-    throw Error(ErrorKind::kValue, "out overlaps src or index, which the gather still reads; pass an out of its own");
-  }
-  rows.dst = o.data;
-  {
-    const ReleasedGil no_gil;
-    gather_in_parallel(rows);
-  }
-  bump_version(out.ptr());
-  return true;
 }
 
 // --- leases ---
@@ -460,6 +293,7 @@ NB_MODULE(_core, m) {
   load_torch();
   select_isa(std::getenv("PINSTAGE_ISA"));
   bind_simulated_driver(m);
+  bind_snapshots(m);
 
   m.def("driver_entries", &driver_entries, nb::sig("def driver_entries() -> list[tuple[str, int, bool]]"),
         "(CUDA name, CUDA version, required) of every entry of the driver table.");
@@ -470,12 +304,6 @@ NB_MODULE(_core, m) {
   m.def("num_threads", [] { return Team::instance().threads(); });
   Team::instance();  // reads PINSTAGE_THREADS: a mistake in it shows at import
   m.def("isa", &isa, "The instruction set of the gather kernels in use.");
-  m.def("try_copy", &try_copy, "dst"_a, "src"_a, "pool"_a.none());
-  m.def("with_fast_path", &with_fast_path, "copy"_a,
-        nb::sig("def with_fast_path(copy: Callable[..., typing.Any]) -> Callable[..., typing.Any]"),
-        "copy_ as a builtin, with `copy` for what its fast path declines.");
-  m.def("try_copy_rows", &try_copy_rows, "dst"_a, "src"_a, "index"_a, "dim"_a, "pool"_a.none());
-  m.def("try_gather", &try_gather, "out"_a, "src"_a, "index"_a, "dim"_a);
   m.def(
       "simulated_device_at",
       [](std::uintptr_t address) { return SimulatedDevice::find(reinterpret_cast<void*>(address)); }, "address"_a,

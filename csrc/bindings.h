@@ -1,0 +1,42 @@
+// Copyright (c) 2026 The pinstage authors.
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the bindings of pinstage._core share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+#include <optional>
+
+#include "pool.h"
+#include "tensor_view.h"
+
+namespace pinstage {
+
+void bind_simulated_driver(nanobind::module_& module);  // simulated_bindings.cpp
+void bind_snapshots(nanobind::module_& module);         // snapshot_bindings.cpp
+
+constexpr int kMaxCudaDevices = 64;
+
+// What copies without `pool=` find: by CUDA index here, by address for simulated devices (SimulatedDevice::owner).
+extern Device* cuda_devices[kMaxCudaDevices];
+
+// The device that holds `view`, if pinstage has met it.
+Device* device_of(const TensorView& view);
+
+struct PyPool {
+  std::shared_ptr<Pool> pool;
+  ~PyPool() { pool->abandon(); }
+};
+
+// Waits that Ctrl-C ends. Throws Error(kValue) for a negative timeout.
+Wait wait_for(std::optional<double> timeout);
+
+// Sets the Python error that stands for `error`.
+void raise(const Error& error);
+
+// Warns once of a default limit that makes callers wait. False with the Python error set when warnings are errors.
+bool warn_of_waits(Pool& pool);
+
+}  // namespace pinstage
