@@ -3,6 +3,7 @@
 //
 // The calls that run on every copy, and the host gather.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
 #include <string>
 #include <utility>

@@ -136,6 +136,15 @@ def prepare_exit() -> None:
 def simulated_error(status: int) -> tuple[str, str]:
     """Name and text of a CUresult."""
 
+def try_copy(dst: object, src: object, pool: object | None) -> bool: ...
+
+def with_fast_path(copy: Callable[..., Any]) -> Callable[..., Any]:
+    """copy_ as a builtin, with `copy` for what its fast path declines."""
+
+def try_copy_rows(dst: object, src: object, index: object, dim: int, pool: object | None) -> bool: ...
+
+def try_gather(out: object, src: object, index: object, dim: int) -> bool: ...
+
 def driver_entries() -> list[tuple[str, int, bool]]:
     """
     (CUDA name, CUDA version, required) of every entry of the driver table.
@@ -152,15 +161,6 @@ def num_threads() -> int: ...
 
 def isa() -> str:
     """The instruction set of the gather kernels in use."""
-
-def try_copy(dst: object, src: object, pool: object | None) -> bool: ...
-
-def with_fast_path(copy: Callable[..., Any]) -> Callable[..., Any]:
-    """copy_ as a builtin, with `copy` for what its fast path declines."""
-
-def try_copy_rows(dst: object, src: object, index: object, dim: int, pool: object | None) -> bool: ...
-
-def try_gather(out: object, src: object, index: object, dim: int) -> bool: ...
 
 def simulated_device_at(address: int) -> SimulatedDevice | None: ...
 
