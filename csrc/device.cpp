@@ -204,7 +204,7 @@ Device::Reserved Device::reserve(std::unique_lock<std::mutex>& lock, Fifo& fifo)
     fifo.cancel_reservation();
     throw;
   }
-  return {&fifo, cell};
+  return {&fifo, cell, fifo.submitted()};
 }
 
 // A batch at a time, so that a program which warmed up with a copy or two makes no more in its steady state.
@@ -244,7 +244,7 @@ Status Device::record(Reserved reserved, Stream stream, Slot* slot, Ticket* tick
     ticket->cell = reserved.cell;
     ticket->generation = reserved.cell->generation.load(std::memory_order_relaxed);
   }
-  reserved.fifo->push({reserved.cell, slot, stream_id});
+  reserved.fifo->push({reserved.cell, slot, stream_id, reserved.behind});
   return status;
 }
 
@@ -267,6 +267,7 @@ Ticket Device::fence(Stream stream) {
 bool Device::poll(std::unique_lock<std::mutex>& lock, Fifo& fifo, Status* error) {
   Fence fences[Fifo::kBatch];
   std::uint64_t generations[Fifo::kBatch];
+  const std::uint64_t first = fifo.completed();
   const std::uint64_t count = std::min(fifo.size(), Fifo::kBatch);
   for (std::uint64_t i = 0; i < count; ++i) {
     fences[i] = fifo.at(i);
@@ -283,11 +284,14 @@ bool Device::poll(std::unique_lock<std::mutex>& lock, Fifo& fifo, Status* error)
     std::uint64_t asked = count;
     while ((status = driver_.event_query(fences[asked - 1].cell->event)) == status::kNotReady && asked > 1) asked /= 2;
     if (status == status::kSuccess) {
-      // It answers for the fences of its own stream; the others are asked one by one, and the first that has not passed
-      // ends the walk.
-      const unsigned long long id = fences[asked - 1].stream_id;
-      while (passed + 1 < asked && ((id != 0 && fences[passed].stream_id == id) ||
-                                    (status = driver_.event_query(fences[passed].cell->event)) == status::kSuccess)) {
+      // It answers for the fences of its stream that came before it; the others are asked one by one, and the first
+      // that has not passed ends the walk.
+      const Fence& young = fences[asked - 1];
+      const auto answered = [&](std::uint64_t i) {
+        return young.stream_id != 0 && fences[i].stream_id == young.stream_id && first + i < young.behind;
+      };
+      while (passed + 1 < asked &&
+             (answered(passed) || (status = driver_.event_query(fences[passed].cell->event)) == status::kSuccess)) {
         ++passed;
       }
       if (passed + 1 == asked) ++passed;

@@ -128,6 +128,7 @@ class Device : public std::enable_shared_from_this<Device> {
   struct Reserved {
     Fifo* fifo = nullptr;
     FenceCell* cell = nullptr;
+    std::uint64_t behind = 0;  // fences in the FIFO's history at this point, all recorded earlier than this one will be
   };
   // Both with mutex() held through `lock`; reserve() lets go of it while it creates an event. Context current.
   Reserved reserve(std::unique_lock<std::mutex>& lock, Fifo& fifo);

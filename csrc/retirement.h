@@ -7,8 +7,9 @@
 //
 // A fence is a recorded event. Events are recycled, so a fence is named by its cell and the cell's generation: once the
 // generation moved on, that fence has passed, whatever the event is doing now. Stream handles are recycled too, so a
-// passed fence proves nothing about an older one under the same handle (I4), unless the driver names the streams: two
-// fences of one cuStreamGetId are of one stream, and pass in order.
+// passed fence proves nothing about an older one under the same handle (I4), unless the driver names the streams: of
+// two fences with one cuStreamGetId, the one that was recorded first passes first. Threads that share a stream may push
+// in another order than they recorded, so a fence answers only for those that were in the FIFO before it was recorded.
 //
 // When to poll. While a stream has work queued, each query that finds a fence passed costs 1.3 to 1.5 us, in vain 0.2
 // us (H200, driver 580: benchmarks/results/event_query.json). So a caller who is not short of room lets fences come
@@ -44,6 +45,7 @@ struct Fence {
   FenceCell* cell;
   Slot* slot;                    // nullptr: nothing but a ticket waits on it
   unsigned long long stream_id;  // cuStreamGetId; 0 where the driver has none
+  std::uint64_t behind;          // fences that had been pushed before this one was recorded
 };
 
 // Fences of one stream in submission order. A ring that grows to the peak in flight and then allocates no more (I7).

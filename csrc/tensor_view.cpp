@@ -16,8 +16,10 @@
 namespace pinstage {
 namespace {
 
-// torch's own functions on an at::Tensor, see find_native().
+// torch's own functions, see find_native().
 struct Native {
+  bool (*function_mode)() = nullptr;             // at::impl::torch_function_mode_enabled
+  bool (*dispatch_modes)(bool) = nullptr;        // c10::impl::TorchDispatchModeTLS::any_modes_set
   void (*bump)(const void* tensor) = nullptr;    // torch::autograd::impl::bump_version; throws for what torch refuses
   bool (*is_neg)(const void* tensor) = nullptr;  // at::native::is_neg
   std::size_t word = 0;                          // where a Python tensor holds its at::Tensor
@@ -69,36 +71,51 @@ std::size_t tensor_word(PyObject* tensor) {
   return 0;
 }
 
-// Two things that every copy asks are not in the exchange API, and cost 0.5 us of a copy's 3 when Python is asked:
-// counting the write, and the negative bit. torch exports the C++ functions behind them. They are used when both are
-// there and when trying them on two tensors shows that the word which holds their at::Tensor was found and that they do
-// as expected; else the Python functions are.
+template <class Function>
+bool find_symbol(const char* library, const char* symbol, Function* out) {
+  void* const handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
+  if (handle == nullptr) return false;
+  *out = reinterpret_cast<Function>(dlsym(handle, symbol));
+  dlclose(handle);  // torch keeps it loaded
+  return *out != nullptr;
+}
+
+// Do they say of a plain and a negated tensor what is true?
+bool holds(Native* native, PyObject* plain, PyObject* negated) {
+  if (Py_TYPE(plain) != torch.tensor_type || Py_TYPE(negated) != torch.tensor_type) return false;  // a mode is active
+  native->word = tensor_word(plain);
+  if (native->word == 0 || native->word != tensor_word(negated)) return false;
+  const std::uintptr_t before = number(plain, "_version");
+  native->bump(native->tensor(plain));
+  return number(plain, "_version") == before + 1 && !native->is_neg(native->tensor(plain)) &&
+         native->is_neg(native->tensor(negated)) && !native->function_mode() && !native->dispatch_modes(false);
+}
+
+// What every copy asks and the exchange API does not carry costs 0.5 us of a copy's 3 when Python is asked: the count
+// of writes, the negative bit, the active modes. torch exports the C++ functions behind them. They are used when all
+// are there and when trying them shows that the word which holds a Python tensor's at::Tensor was found and that they
+// do as expected; else the Python functions are.
 void find_native(PyObject* module) {
-  void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
-  if (library == nullptr) return;
   Native native;
-  native.bump =
-      reinterpret_cast<decltype(native.bump)>(dlsym(library, "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE"));
-  native.is_neg = reinterpret_cast<decltype(native.is_neg)>(dlsym(library, "_ZN2at6native6is_negERKNS_6TensorE"));
-  dlclose(library);  // torch keeps it loaded
-  if (native.bump == nullptr || native.is_neg == nullptr) return;
-  PyObject* plain = PyObject_CallMethod(module, "ones", "i", 1);
-  PyObject* negated = plain != nullptr ? PyObject_CallMethod(module, "_neg_view", "O", plain) : nullptr;
-  if (negated != nullptr) {
-    const std::size_t word = tensor_word(plain);
-    if (word != 0 && word == tensor_word(negated)) {
-      native.word = word;
-      const std::uintptr_t before = number(plain, "_version");
-      native.bump(native.tensor(plain));
-      if (number(plain, "_version") == before + 1 && !native.is_neg(native.tensor(plain)) &&
-          native.is_neg(native.tensor(negated))) {
-        torch.native = native;
-      }
-    }
+  if (!find_symbol("libtorch_cpu.so", "_ZN2at4impl27torch_function_mode_enabledEv", &native.function_mode) ||
+      !find_symbol("libc10.so", "_ZN3c104impl20TorchDispatchModeTLS13any_modes_setEb", &native.dispatch_modes) ||
+      !find_symbol("libtorch_cpu.so", "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE", &native.bump) ||
+      !find_symbol("libtorch_cpu.so", "_ZN2at6native6is_negERKNS_6TensorE", &native.is_neg)) {
+    return;
   }
+  // An inference tensor has no count: the import may stand in an inference_mode block.
+  PyObject* normal = PyObject_CallMethod(module, "inference_mode", "O", Py_False);
+  PyObject* entered = normal != nullptr ? PyObject_CallMethod(normal, "__enter__", nullptr) : nullptr;
+  PyObject* plain = entered != nullptr ? PyObject_CallMethod(module, "ones", "i", 1) : nullptr;
+  PyObject* negated = plain != nullptr ? PyObject_CallMethod(module, "_neg_view", "O", plain) : nullptr;
+  if (negated != nullptr && holds(&native, plain, negated)) torch.native = native;
+  PyErr_Clear();
+  if (entered != nullptr) Py_XDECREF(PyObject_CallMethod(normal, "__exit__", "OOO", Py_None, Py_None, Py_None));
+  PyErr_Clear();
   Py_XDECREF(negated);
   Py_XDECREF(plain);
-  PyErr_Clear();
+  Py_XDECREF(entered);
+  Py_XDECREF(normal);
 }
 
 // Calls a cached builtin of torch on one argument (or none). A failure counts as "not plain": torch itself then reports
@@ -112,6 +129,12 @@ bool is_true(PyObject* callable, PyObject* argument) {
   const int truth = result == Py_False ? 0 : result == Py_True ? 1 : PyObject_IsTrue(result);
   Py_DECREF(result);
   return truth != 0;
+}
+
+// A torch function mode or dispatch mode, which wants to see every call.
+bool mode_active(PyObject* tensor) {
+  if (torch.native.word != 0) return torch.native.function_mode() || torch.native.dispatch_modes(false);
+  return is_true(torch.has_torch_function, tensor) || is_true(torch.dispatch_stack, nullptr);
 }
 
 bool is_neg(PyObject* tensor) {
@@ -235,7 +258,7 @@ bool view_tensor(PyObject* object, TensorView* out) {
 }
 
 bool copies_bytes_only(PyObject* dst, PyObject* src, DlDataType dtype) {
-  if (is_true(torch.has_torch_function, dst) || is_true(torch.dispatch_stack, nullptr)) return false;
+  if (mode_active(dst)) return false;
   if (is_neg(dst) || is_neg(src)) return false;
   if (is_integral(dtype)) return true;  // knows no gradient
   if (requires_grad(dst) || requires_grad(src) || in_dual_level()) return false;

@@ -5,7 +5,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ import torch
 import pinstage
 from pinstage.testing import SimulatedDevice, latch
 
+TESTS = Path(__file__).parent  # not the root, where the source folder would be imported
 FLOAT = torch.float32
 
 
@@ -474,3 +478,26 @@ def test_copy_from_a_pinned_slot_copies_nothing_else(dev):
         "cuEventQuery", "cuStreamIsCapturing", "cuCtxGetCurrent", "cuThreadExchangeStreamCaptureMode", "cuEventCreate",
         "cuStreamGetId",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "block", ["torch.inference_mode()", "torch.device('meta')", "torch.no_grad()", "FakeTensorMode()"]
+)
+def test_package_can_be_imported_inside_any_mode(block):
+    program = f"""
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+with {block}:
+    import pinstage
+from pinstage.testing import SimulatedDevice
+with SimulatedDevice() as dev:
+    dst, src = dev.zeros(4), torch._neg_view(torch.ones(4))
+    version = dst._version
+    pinstage.copy_(dst, src)
+    dev.synchronize()
+    assert (dst.tolist(), dst._version) == ([-1] * 4, version + 1)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False, cwd=TESTS
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -279,3 +280,32 @@ def test_finalizer_of_a_kept_object_may_keep_another(dev):
     pinstage.StagingPool(dev).reclaim()
     dev.synchronize()
     pinstage.StagingPool(dev).reclaim()
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_threads_that_share_a_stream_may_push_in_another_order_than_they_recorded(batch):
+    """A fence answers only for those that were pushed before it was recorded. The pool is at its limit throughout."""
+    threads, copies, width = 4, 1500, 1024
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    with SimulatedDevice(schedule="late", queue_depth=1 << 16) as dev:
+        pool = pinstage.StagingPool(dev, max_bytes=16 << 10)
+        pool.device.poll_batch = batch
+        dsts = [[dev.zeros(width, torch.int32) for _ in range(copies)] for _ in range(threads)]
+
+        def run(thread):
+            source = torch.empty(width, dtype=torch.int32)
+            for step, dst in enumerate(dsts[thread]):
+                source.fill_(thread * copies + step)
+                pinstage.copy_(dst, source, pool=pool)
+                source.fill_(-1)
+
+        running = [threading.Thread(target=run, args=(thread,)) for thread in range(threads)]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+        sys.setswitchinterval(interval)
+        dev.synchronize()
+        seen = torch.stack([torch.stack(row) for row in dsts]).view(-1, width)
+    assert torch.equal(seen, torch.arange(threads * copies, dtype=torch.int32)[:, None].expand(-1, width))
