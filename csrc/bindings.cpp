@@ -9,6 +9,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -128,7 +129,7 @@ Status lying_event_query(Event) { return status::kSuccess; }
 
 // --- devices and pools ---
 
-constexpr int kMaxLeaseDims = 16;
+constexpr int kMaxLeaseDims = 64;  // as torch
 constexpr std::uint64_t kMaxLeaseBytes = std::uint64_t{1} << 46;
 
 struct PyDevice {
@@ -139,6 +140,8 @@ struct PyDevice {
   PyDevice(std::shared_ptr<Device> core, nb::object source) : device(std::move(core)), simulated(std::move(source)) {}
   PyDevice(const PyDevice&) = delete;
   void shutdown() {
+    // A GPU's memory goes with its process; simulated devices come and go within one.
+    if (!simulated.is_none()) device->release_pools();
     device->shutdown();
     device->default_pool = nullptr;
     default_pool = nb::none();
@@ -231,13 +234,9 @@ std::optional<Ticket> submit(PyLease& self, nb::handle dst) {
   Device& device = self.ref.pool->device();
   if (device_of(d) != &device) return std::nullopt;
   const Stream stream = device.current_stream();
-  std::optional<Ticket> ticket;
-  {
-    const ReleasedGil no_gil;
-    ticket = self.ref.pool->submit(self.ref, plan, reinterpret_cast<DevicePtr>(d.data), stream);
-  }
-  bump_version(dst.ptr());
-  return ticket;
+  if (!bump_version(dst.ptr())) return std::nullopt;
+  const ReleasedGil no_gil;
+  return self.ref.pool->submit(self.ref, plan, reinterpret_cast<DevicePtr>(d.data), stream);
 }
 
 nb::object tensor_over(PyLease& self, void* data, DlDevice device) {
@@ -290,6 +289,7 @@ NB_MODULE(_core, m) {
   });
   nb::set_leak_warnings(false);  // threads that are parked at exit hold what they waited for
   main_thread = nb::cast<unsigned long>(nb::module_::import_("threading").attr("main_thread")().attr("ident"));
+  pthread_atfork(nullptr, nullptr, &forget_threads_after_fork);
   load_torch();
   select_isa(std::getenv("PINSTAGE_ISA"));
   bind_simulated_driver(m);
@@ -374,8 +374,8 @@ NB_MODULE(_core, m) {
            nb::sig("def _take(self, shape: tuple[int, ...], dtype: int, timeout: float | None, block: bool, "
                    "owned: bool) -> Lease | None"))
       .def(
-          "_reclaim", [](PyPool& self, bool synchronize) { return self.pool->reclaim(synchronize); }, "synchronize"_a,
-          Unlocked())
+          "_reclaim", [](PyPool& self, bool synchronize) { return self.pool->reclaim(synchronize, wait_for({})); },
+          "synchronize"_a, Unlocked())
       .def(
           "_trim", [](PyPool& self) { return self.pool->trim(); }, Unlocked())
       .def(

@@ -13,6 +13,10 @@
 namespace pinstage {
 namespace {
 
+// Seconds for which a simulated device must say that nothing can run before a wait believes it: a snapshot counts as in
+// flight while it is still being written, and is enqueued only then.
+constexpr double kStuck = 0.1;
+
 // CUDA is unusable in a forked child, and the child may have inherited a locked mutex: every call checks that the
 // process is still the one that made the device. Counted by a fork handler, because getpid() is a system call.
 std::atomic<unsigned> g_fork_generation{0};
@@ -93,7 +97,13 @@ bool Waiter::pause(bool queued_work) {
   // waiter slow every Python thread.
   if (wait_.interrupted != nullptr && round_ % 32 == 31 && wait_.interrupted()) throw Interrupted{};
   const Status status = queued_work ? device_.driver().idle(round_) : pause_then_sleep(round_);
-  if (status == status::kNothingCanRun) {
+  if (status != status::kNothingCanRun) {
+    stuck_since_ = -1;
+  } else if (stuck_since_ < 0) {
+    stuck_since_ = seconds();
+  } else if (seconds() - stuck_since_ < kStuck) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));  // another thread may be about to enqueue
+  } else {
     throw Error(ErrorKind::kDriver,
                 device_.name() +
                     ": this wait would never end, because no queued step may run (schedule \"manual\", or a "
@@ -154,14 +164,18 @@ bool Device::usable() const noexcept {
 }
 
 void Device::require_usable() const {
-  if (usable()) return;
-  if (fork_generation_ != g_fork_generation.load(std::memory_order_relaxed)) {
-    throw Error(ErrorKind::kForked,
-                name() +
-                    " was set up before this process was forked, and CUDA does not survive a fork. "
-                    "Start workers with the \"spawn\" method, or fork before the first use of pinstage");
+  require_not_forked();
+  if (shut_down_.load(std::memory_order_acquire)) {
+    throw Error(ErrorKind::kLeaseState, name() + " was shut down; make a new device or pool");
   }
-  throw Error(ErrorKind::kLeaseState, name() + " was shut down; make a new device or pool");
+}
+
+void Device::require_not_forked() const {
+  if (fork_generation_ == g_fork_generation.load(std::memory_order_relaxed)) return;
+  throw Error(ErrorKind::kForked,
+              name() +
+                  " was set up before this process was forked, and CUDA does not survive a fork. "
+                  "Start workers with the \"spawn\" method, or fork before the first use of pinstage");
 }
 
 void Device::fail(Status status, const char* call, const std::string& detail) const {
@@ -377,6 +391,21 @@ void Device::sweep() {
   if (memory.empty()) return;
   const Current current(*this);
   for (const SlabMemory& slab : memory) free_slab(*this, slab);
+}
+
+void Device::release_pools() {
+  try {
+    poll_all();
+  } catch (const Error&) {
+    // A lost device answers no query: what it may read is leaked.
+  }
+  std::vector<std::shared_ptr<Pool>> pools;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    pools.swap(pools_);
+    for (const std::shared_ptr<Pool>& pool : pools) pool->discard_empty_slabs();
+  }
+  sweep();
 }
 
 bool Ticket::done() const {

@@ -49,6 +49,7 @@ class Waiter {
   const Wait wait_;
   const std::chrono::steady_clock::time_point start_;
   unsigned round_ = 0;
+  double stuck_since_ = -1;  // seconds(), when the device first said that nothing can run
 };
 
 // The public handle of a fence. Copyable; outlives the reuse of its event.
@@ -82,12 +83,18 @@ class Device : public std::enable_shared_from_this<Device> {
   std::string name() const;  // "cuda:0", "simulated:0"
   Stream current_stream() const { return current_stream_(source_, index_); }
   std::mutex& mutex() noexcept { return mutex_; }
+  // Takes mutex(). Throws ForkedError in a forked child, where a thread that does not exist there may hold it.
+  std::unique_lock<std::mutex> lock() {
+    require_not_forked();
+    return std::unique_lock<std::mutex>(mutex_);
+  }
 
   // No driver call after this. Idempotent; called at interpreter exit and when a simulated device closes.
   void shutdown() noexcept;
   bool usable() const noexcept;
   // Throws ForkedError in a forked child, LeaseStateError after shutdown().
   void require_usable() const;
+  void require_not_forked() const;
   // Throws CaptureError when work enqueued on `stream` would be captured (or would break a capture).
   void require_not_capturing(Stream stream) const;
 
@@ -153,6 +160,8 @@ class Device : public std::enable_shared_from_this<Device> {
   // Host memory of pools that are gone: freed by the next call that may call the driver, never by a destructor.
   void adopt(std::shared_ptr<Pool> pool);
   void discard(const SlabMemory& memory) noexcept;
+  // The device ends: frees what no slot is in, while it may still call the driver, and lets go of its pools.
+  void release_pools();
   void sweep();  // frees discarded memory and lets go of closed pools that drained; mutex() not held
 
   Retirement& retirement() noexcept { return retirement_; }

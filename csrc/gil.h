@@ -33,6 +33,7 @@ class ReleasedGil {
 
  private:
   friend void prepare_exit();
+  friend void forget_threads_after_fork();
 
   static std::atomic<int>& returning() {
     static std::atomic<int> threads{0};
@@ -49,6 +50,9 @@ class ReleasedGil {
 
   PyThreadState* const state_;
 };
+
+// In a forked child, which has none of the threads that were on their way back.
+inline void forget_threads_after_fork() { ReleasedGil::returning().store(0); }
 
 // With the GIL, on the thread that ends the interpreter.
 inline void prepare_exit() {

@@ -156,7 +156,7 @@ void Pool::require_open() const {
 // --- states ---
 
 void Pool::tensor_born(const LeaseRef& lease) {
-  const Guard lock(device_->mutex());
+  const Lock lock = device_->lock();
   ++open(lease)->tensors;
 }
 
@@ -232,41 +232,48 @@ std::uint64_t Pool::free_parked() {
   return parked.size();
 }
 
-std::uint64_t Pool::reclaim(bool synchronize) {
+std::uint64_t Pool::reclaim(bool synchronize, const Wait& wait) {
   device_->require_usable();
   const Device::Current current(*device_);
-  const auto free_bytes = [this] {
+  const auto bytes = [this](SlotState state) {
     const Guard lock(device_->mutex());
-    return stats_.bytes[int(SlotState::kFree)];
+    return stats_.bytes[int(state)];
   };
-  const std::uint64_t before = free_bytes();
+  const std::uint64_t before = bytes(SlotState::kFree);
   device_->poll_all();
   if (synchronize) {
-    const Guard growing(growth_);
-    free_parked();
-    device_->poll_all();
+    wait_for_fences(wait);
+    if (bytes(SlotState::kParked) > 0) {
+      const Guard growing(growth_);
+      free_parked();
+    }
   }
   device_->sweep();
-  const std::uint64_t after = free_bytes();
+  const std::uint64_t after = bytes(SlotState::kFree);
   return after > before ? after - before : 0;
 }
 
-void Pool::close(const Wait& wait) {
-  {
-    const Guard lock(device_->mutex());
-    closed_ = true;
-  }
-  if (!device_->usable()) return;
-  const Device::Current current(*device_);
+// By polling, so that Ctrl-C gets through. Throws Error when the device says that nothing can ever run.
+void Pool::wait_for_fences(const Wait& wait) {
   Waiter waiter(*device_, wait);
   for (;;) {
     const bool progress = device_->poll_all();
     {
       const Guard lock(device_->mutex());
-      if (pending_ == 0) break;
+      if (pending_ == 0) return;
     }
-    if (!progress && !waiter.pause(true)) break;
+    if (!progress && !waiter.pause(true)) return;
   }
+}
+
+void Pool::close(const Wait& wait) {
+  {
+    const Lock lock = device_->lock();
+    closed_ = true;
+  }
+  if (!device_->usable()) return;
+  const Device::Current current(*device_);
+  wait_for_fences(wait);
   trim();
 }
 
@@ -279,7 +286,7 @@ void Pool::abandon() noexcept {
 bool Pool::drained() const noexcept { return closed_ && pending_ == 0; }
 
 PoolStats Pool::stats() {
-  const Guard lock(device_->mutex());
+  const Lock lock = device_->lock();
   PoolStats stats = stats_;
   stats.slabs = slabs_.size();
   stats.events_created = device_->retirement().events_created();
@@ -287,7 +294,7 @@ PoolStats Pool::stats() {
 }
 
 bool Pool::consistent() {
-  const Guard lock(device_->mutex());
+  const Lock lock = device_->lock();
   std::uint64_t bytes[kSlotStates] = {};
   std::uint64_t capacity = 0, pending = 0;
   for (const std::unique_ptr<Slab>& slab : slabs_) {

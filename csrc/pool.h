@@ -120,9 +120,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void stage(std::uint64_t nbytes, const CopyPlan& plan, DevicePtr dst, Stream stream, const Wait& wait, Fill&& fill);
 
   // --- maintenance ---
-  std::uint64_t reclaim(bool synchronize);  // bytes that became free
-  std::uint64_t trim();                     // frees whole slabs; bytes unpinned
-  void reserve(std::uint64_t nbytes);       // capacity of at least nbytes
+  std::uint64_t reclaim(bool synchronize, const Wait& wait);  // bytes that became free
+  std::uint64_t trim();                                       // frees whole slabs; bytes unpinned
+  void reserve(std::uint64_t nbytes);                         // capacity of at least nbytes
   void close(const Wait& wait);
   void abandon() noexcept;  // the last owner is gone: close without waiting
   PoolStats stats();
@@ -161,6 +161,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   bool only_this_thread_can_help() const noexcept;
   [[noreturn]] void exhausted(std::uint64_t nbytes, const std::string& why);
   std::uint64_t free_parked();
+  void wait_for_fences(const Wait& wait);
 
   void set_state(Slot* slot, SlotState state) noexcept;
   void settle(Slot* slot) noexcept;

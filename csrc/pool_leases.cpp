@@ -138,17 +138,17 @@ Ticket Pool::retire(const LeaseRef& lease, Stream stream) {
 }
 
 bool Pool::is_open(const LeaseRef& lease) {
-  const Guard lock(device_->mutex());
+  const Lock lock = device_->lock();
   return lease.slot->lease == lease.lease && !lease.slot->handed_over;
 }
 
 bool Pool::declared(const LeaseRef& lease) {
-  const Guard lock(device_->mutex());
+  const Lock lock = device_->lock();
   return open(lease)->declared > 0;
 }
 
 char* Pool::data(const LeaseRef& lease) {
-  const Guard lock(device_->mutex());
+  const Lock lock = device_->lock();
   return open(lease)->data;
 }
 
@@ -162,7 +162,7 @@ DevicePtr Pool::device_address(const LeaseRef& lease) {
 }
 
 bool Pool::hand_over(const LeaseRef& lease) {
-  const Guard lock(device_->mutex());
+  const Lock lock = device_->lock();
   Slot* slot = open(lease);
   slot->handed_over = true;
   // The owner of a buffer knows its readers: every fill that was submitted has its fence.
@@ -173,7 +173,7 @@ bool Pool::hand_over(const LeaseRef& lease) {
 }
 
 void Pool::cancel(const LeaseRef& lease) {
-  const Guard lock(device_->mutex());
+  const Lock lock = device_->lock();
   Slot* slot = open(lease);
   if (slot->declared > 0) {
     throw Error(

@@ -78,7 +78,8 @@ PyObject* call_copy(PyObject* general, PyObject* const* args, Py_ssize_t count, 
       if (PyUnicode_CompareWithASCIIString(name, "pool") == 0) {
         pool = args[count + i];
       } else {
-        fast = fast && args[count + i] == Py_True && PyUnicode_CompareWithASCIIString(name, "non_blocking") == 0;
+        fast = fast && count == 2 && args[count + i] == Py_True &&
+               PyUnicode_CompareWithASCIIString(name, "non_blocking") == 0;
       }
     }
   }
@@ -152,11 +153,11 @@ bool try_copy_rows(nb::handle dst, nb::handle src, nb::handle index, int dim, nb
   const std::shared_ptr<Pool> pool = pool_for(d, given_pool);
   if (pool == nullptr) return false;
   const Stream stream = pool->device().current_stream();
+  if (!bump_version(dst.ptr())) return false;
   {
     const ReleasedGil no_gil;
     stage_rows(*pool, plan, part.data, rows, stream, wait_for({}));
   }
-  bump_version(dst.ptr());
   // The copy is under way: a warning that is an error must not make it look as if it were not.
   if (!warn_of_waits(*pool)) PyErr_WriteUnraisable(dst.ptr());
   return true;

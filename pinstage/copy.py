@@ -132,8 +132,8 @@ def copy_rows_(
 ) -> torch.Tensor:
     """Copies rows of a host table: ``dst.narrow(dim, 0, len(index)) <- src.index_select(dim, index)``.
 
-    The rows are gathered straight into a pinned slot (contract: snapshot);
-    The rows are gathered straight into a pinned slot; `src` and `index` may be written as soon as the call returns.
+    The rows are gathered straight into a pinned slot; `src` and `index` may be written as soon as the call returns
+    (contract: snapshot), but not by another thread before.
 
     Args:
         dst: tensor on a CUDA device, of src's dtype and of its shape except along `dim`, where it has at least

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import TracebackType
 
 import torch
 
 from pinstage.devices import DeviceLike, StreamLike
-from pinstage.errors import LeaseStateError
+from pinstage.errors import LeaseStateError, PinstageError
 from pinstage.pool import Lease, ShapeLike, StagingPool, default_pool
 from pinstage.ticket import Ticket
 
@@ -27,7 +28,7 @@ class DoubleBuffer:
         device: where the copies go; None is the current device. A SimulatedDevice too.
         depth: number of buffers, at least 1: how many copies may be under way before `fill` waits.
         carry: start each fill from the last finished one's contents, for tables of which a step changes a few rows.
-            With one buffer that is the buffer as it was left.
+            A fill that an exception ended is not carried; if it was written over a finished one, neither is that.
         pool: take the buffers from this pool; None is the device's default pool.
 
     Raises:
@@ -173,10 +174,14 @@ class DoubleBuffer:
         self._open = False
         if finished:
             self._filled = self._last = self._filling
+        elif self._last == self._filling:
+            self._last = None  # spoilt in place: there is nothing to carry
 
     def __del__(self) -> None:
+        # The pool waits for the fences; nothing is parked: every reader has one. In a forked child nothing is done.
         for slot in getattr(self, "_slots", ()):
-            slot._lease.hand_over()  # the pool waits for the fences; nothing is parked: every reader has one
+            with suppress(PinstageError):
+                slot._lease.hand_over()
 
 
 class _Fill:

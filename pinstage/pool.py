@@ -20,11 +20,12 @@ from pinstage import _core
 from pinstage.budget import default_max_bytes
 from pinstage.devices import DeviceLike, StreamLike, holding, resolve, run_on_stream, stream_handle
 from pinstage.dtypes import code_of
-from pinstage.errors import LeaseStateError
+from pinstage.errors import LeaseStateError, PinstageError
 from pinstage.ticket import Ticket, release_passed
 
 ShapeLike: TypeAlias = int | Sequence[int]
 
+_SMALLEST = 256
 _INITIAL_BYTES = 8 << 20  # one pinning of 4 to 5 ms on an H200 host; doubles from there
 
 
@@ -164,6 +165,10 @@ class Lease:
             raise ValueError(
                 f"dst is in {where}, the lease's pool on {self._pool.device.name}; use a pool of dst's device"
             )
+        if dst.is_inference() and not torch.is_inference_mode_enabled():
+            raise RuntimeError("dst is an inference tensor: write it inside torch.inference_mode(), or pass a clone")
+        if torch.is_grad_enabled() and dst.requires_grad and dst.is_leaf:
+            raise RuntimeError("dst is a leaf that requires grad: write it inside torch.no_grad()")
         device.require_not_capturing(stream)
         view = self._lease.device_view()
         run_on_stream(device, lambda: dst.copy_(view), writes=dst)
@@ -234,7 +239,7 @@ class Lease:
     def __del__(self) -> None:
         try:
             abandoned = self._lease.is_open() and not self._lease.hand_over()
-        except (AttributeError, LeaseStateError):  # never fully made, or handed over meanwhile
+        except (AttributeError, PinstageError):  # never fully made, handed over meanwhile, or in a forked child
             return
         if abandoned:
             warnings.warn(
@@ -296,8 +301,11 @@ class StagingPool(_core.Pool):
     ) -> None:
         if when_full not in ("wait", "raise"):
             raise ValueError(f'when_full is "wait" or "raise", not {when_full!r}')
-        if initial_bytes <= 0 or (max_bytes is not None and max_bytes <= 0):
-            raise ValueError(f"sizes must be positive: initial_bytes {initial_bytes}, max_bytes {max_bytes}")
+        if initial_bytes <= 0 or (max_bytes is not None and max_bytes < _SMALLEST):
+            raise ValueError(
+                f"initial_bytes must be positive and max_bytes at least {_SMALLEST}, the bytes of the smallest slot; "
+                f"got initial_bytes {initial_bytes}, max_bytes {max_bytes}"
+            )
         self.device = resolve(device)
         limit = default_max_bytes() if max_bytes is None else max_bytes
         super().__init__(
@@ -375,7 +383,8 @@ class StagingPool(_core.Pool):
         """Frees the slots whose fences have passed.
 
         Args:
-            synchronize: also wait for everything on the device, and free the slots that were parked before.
+            synchronize: also wait for the copies in flight and, where slots are parked, for everything on the device,
+                and free those slots.
 
         Returns:
             Bytes that became free.
@@ -426,7 +435,15 @@ class StagingPool(_core.Pool):
         return f"<StagingPool on {self.device.name}: {self.stats()}>"
 
 
-_default_pools_lock = threading.Lock()
+_default_pools_lock = threading.RLock()  # a finalizer may run, and ask for a pool, wherever the collector does
+
+
+def _after_fork() -> None:
+    global _default_pools_lock
+    _default_pools_lock = threading.RLock()  # a thread that does not exist here may hold the old one
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def default_pool(device: DeviceLike = None) -> StagingPool:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 
@@ -74,7 +75,16 @@ class Ticket:
 
 # Objects kept alive, per device and stream, oldest first: only the head of each is asked.
 _kept: dict[tuple[_core.Device, int], deque[tuple[_core.Ticket, object]]] = {}
-_kept_lock = threading.Lock()
+_kept_lock = threading.RLock()  # a finalizer may run, and call keep_alive, wherever the collector does
+
+
+def _after_fork() -> None:
+    global _kept_lock
+    _kept_lock = threading.RLock()  # a thread that does not exist here may hold the old one
+    _kept.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def keep_alive(obj: object, stream: StreamLike | None = None, *, device: object = None) -> Ticket:
@@ -119,11 +129,11 @@ def release_passed() -> None:
     dropped = []  # destroyed after the lock is gone: a finalizer may call keep_alive
     with _kept_lock:
         for key in list(_kept):
-            queue = _kept[key]
+            queue = _kept.get(key, deque())
             while queue and _over(queue[0][0], key[0]):
                 dropped.append(queue.popleft())
             if not queue:
-                del _kept[key]
+                _kept.pop(key, None)
 
 
 def _over(ticket: _core.Ticket, core: _core.Device) -> bool:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import pinstage
-from pinstage import DriverError, PinstageError
+from pinstage import DriverError, LeaseStateError, PinstageError
 from pinstage.testing import SimulatedDevice, latch
 
 OUT_OF_MEMORY, INVALID_HANDLE, LAUNCH_FAILED, UNKNOWN = 2, 400, 719, 999
@@ -125,6 +125,9 @@ class Scenario:
         pinstage.keep_alive(object(), self.dev.default_stream).wait_on(self.dev.current_stream)
 
     def reclaim(self):
+        lease = self.pool.lease(16, torch.int32)
+        with contextlib.suppress(LeaseStateError):
+            lease.close()  # parked: only a synchronized device gives it back
         self.pool.reclaim(synchronize=True)
 
     def trim(self):
@@ -396,11 +399,11 @@ def use_and_lose(dev):
         lambda: opened.retire(dev.default_stream),
         lambda: pinstage.copy_(dst, torch.zeros(256, dtype=torch.int32), pool=pool),
         lambda: pinstage.keep_alive(view, dev.default_stream),
-        lambda: pool.reclaim(synchronize=True),
     ):
         with pytest.raises(DriverError) as error:
             call()
         assert error.value.status == LAUNCH_FAILED
+    pool.reclaim()
     stats = pool.stats()
     assert (stats.quarantined_bytes, stats.open_bytes) == (KB, 3 * KB)
     assert pool._consistent()

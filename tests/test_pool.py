@@ -451,3 +451,37 @@ def test_devices_have_pools_of_their_own():
     with SimulatedDevice(0) as a, SimulatedDevice(1) as b:
         assert pinstage.default_pool(a) is not pinstage.default_pool(b)
         assert repr(pinstage.default_pool(b)).startswith("<StagingPool on simulated:1")
+
+
+def test_threads_wait_for_each_others_unfinished_snapshots():
+    """A snapshot that is still being written counts as in flight, yet is not queued: no wait may give up on it."""
+    threads, copies, width = 6, 40, 1 << 16
+    with SimulatedDevice(schedule="late") as dev:
+        pool = pinstage.StagingPool(dev, max_bytes=3 * 4 * width)
+        dsts = [[dev.zeros(width, torch.int32) for _ in range(copies)] for _ in range(threads)]
+        errors = []
+
+        def run(thread):
+            try:
+                for step, dst in enumerate(dsts[thread]):
+                    pinstage.copy_(dst, torch.full((width,), thread * copies + step, dtype=torch.int32), pool=pool)
+            except Exception as error:
+                errors.append(error)
+
+        running = [threading.Thread(target=run, args=(thread,)) for thread in range(threads)]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+        dev.synchronize()
+        assert errors == []
+        for thread, row in enumerate(dsts):
+            for step, dst in enumerate(row):
+                assert int(dst[0]) == int(dst[-1]) == thread * copies + step
+
+
+def test_closed_simulated_device_gives_its_slabs_back():
+    with SimulatedDevice() as dev:
+        pinstage.copy_(dev.zeros(4), torch.ones(4))
+        core = dev._core
+    assert core.host_allocations == 0

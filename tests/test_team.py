@@ -53,3 +53,47 @@ def test_bad_number_of_threads_in_the_environment_shows_at_import(value):
 def test_number_of_threads_cannot_be_negative():
     with pytest.raises(ValueError, match="negative"):
         pinstage.set_num_threads(-1)
+
+
+FORK = """
+import os, signal, sys, threading, torch, pinstage
+from pinstage.testing import SimulatedDevice
+dev = SimulatedDevice(schedule="eager")
+pool = pinstage.StagingPool(dev, max_bytes=1 << 20)
+dst, stop = dev.zeros(1024), threading.Event()
+def copies():
+    while not stop.is_set():
+        pinstage.copy_(dst, torch.ones(1024), pool=pool)
+threads = [threading.Thread(target=copies) for _ in range(2)]
+for thread in threads:
+    thread.start()
+lease = pool.lease(64, torch.int32)
+statuses = []
+for _ in range(10):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        for call in (pool.stats, lambda: pool.lease(4, torch.int32), pool.reclaim, lease.close):
+            try:
+                call()
+            except pinstage.ForkedError:
+                pass
+            else:
+                os._exit(7)
+        del lease
+        pinstage._core.prepare_exit()
+        os._exit(0)
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+stop.set()
+for thread in threads:
+    thread.join()
+lease.cancel()
+assert statuses == [0] * 10, statuses
+assert pool._consistent()
+"""
+
+
+def test_forked_child_is_told_and_does_not_hang():
+    """Case 23: with threads of the parent in the middle of copies."""
+    done = run(FORK)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import math
+import os
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -451,11 +452,14 @@ def _heap_bytes(core: _core.SimulatedDevice, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(block, dtype=torch.uint8)
 
 
+_pid = os.getpid()
 _open_devices: weakref.WeakSet[SimulatedDevice] = weakref.WeakSet()
 
 
 @atexit.register
 def _drop_what_is_queued() -> None:
-    # No kernel may run while the interpreter goes away.
+    # No kernel may run while the interpreter goes away. A forked child leaves its parent's devices alone.
+    if os.getpid() != _pid:
+        return
     for device in list(_open_devices):
         device._core.close()
