@@ -174,5 +174,8 @@ def run(args: argparse.Namespace) -> int:
     )
     print("\na 4 KB lease through Python, µs")
     print_table(list(lease_times), [list(map(spell, lease_times.values()))])
-    write_json(args.json, "overhead", {"sizes": figures, "leases": lease_times})
+    for figure in figures:
+        figure["us"] = {name: time._asdict() for name, time in figure["us"].items()}
+    leases_us = {name: time._asdict() for name, time in lease_times.items()}
+    write_json(args.json, "overhead", {"sizes": figures, "leases": leases_us})
     return 0

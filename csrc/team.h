@@ -15,7 +15,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -30,8 +29,8 @@ class Team {
 
   static Team& instance();
 
-  // Calls `chunk` for 0 .. chunks-1, on up to `threads` threads, the caller among them. `wake`: parked workers too.
-  void run(std::int64_t chunks, int threads, bool wake, Chunk chunk, void* work);
+  // Calls `chunk` for 0 .. chunks-1, on up to `threads` threads, the caller among them.
+  void run(std::int64_t chunks, int threads, Chunk chunk, void* work);
 
   // Threads that may work on one job, the caller counted. 0: the default, PINSTAGE_THREADS or at most 8 of the CPUs
   // that the process may use.
@@ -52,7 +51,6 @@ class Team {
   std::mutex job_mutex_;  // held by the caller whose job has the workers
   // Guarded by job_mutex_:
   int workers_ = 0;  // started so far
-  std::chrono::steady_clock::time_point last_end_;
 
   // The job. A worker reads it only between entering (active_) and leaving while open_ is true; the caller changes it
   // only while open_ is false and active_ is 0.

@@ -156,9 +156,10 @@ def test_closed_pool_refuses_all_but_its_end(rig, pool):
 
 POOLS = {
     "when_full": ({"when_full": "grow"}, ValueError, '"wait" or "raise", not \'grow\''),
-    "no_bytes": ({"max_bytes": 0}, ValueError, "must be positive: .*max_bytes 0"),
-    "negative": ({"initial_bytes": -1}, ValueError, "must be positive: initial_bytes -1"),
-    "fraction": ({"max_bytes": 1.5}, TypeError, None),
+    "no_bytes": ({"max_bytes": 0}, ValueError, "at least 256.*max_bytes 0"),
+    "negative": ({"initial_bytes": -1}, ValueError, "must be positive.*initial_bytes -1"),
+    "below_a_slot": ({"max_bytes": 255}, ValueError, "at least 256.*max_bytes 255"),
+    "fraction": ({"max_bytes": 1000.5}, TypeError, None),
     "host": ({"device": "cpu"}, ValueError, "not to cpu"),
     "nonsense": ({"device": "nonsense"}, (ValueError, RuntimeError), None),
 }

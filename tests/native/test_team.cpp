@@ -23,9 +23,9 @@ struct Counted {
   }
 };
 
-void run_and_check(std::size_t chunks, int threads, bool wake) {
+void run_and_check(std::size_t chunks, int threads) {
   Counted counted(chunks);
-  Team::instance().run(static_cast<std::int64_t>(chunks), threads, wake, &Counted::run, &counted);
+  Team::instance().run(static_cast<std::int64_t>(chunks), threads, &Counted::run, &counted);
   for (const auto& calls : counted.calls) CHECK_EQ(calls.load(), 1);
 }
 
@@ -40,14 +40,13 @@ std::vector<char> random_bytes(std::size_t n, unsigned seed) {
 
 TEST("every chunk is done exactly once before run() returns") {
   for (int round = 0; round < 300; ++round) {
-    for (std::size_t chunks : {0, 1, 2, 7, 64}) run_and_check(chunks, 1 + round % 5, round % 2 == 0);
+    for (std::size_t chunks : {0, 1, 2, 7, 64}) run_and_check(chunks, 1 + round % 5);
   }
 }
 
 TEST("several callers at once get every chunk done, with the team or alone") {
   run_together(6, [](int caller) {
-    for (int round = 0; round < 200; ++round)
-      run_and_check(static_cast<std::size_t>(1 + (caller + round) % 40), 4, true);
+    for (int round = 0; round < 200; ++round) run_and_check(static_cast<std::size_t>(1 + (caller + round) % 40), 4);
   });
 }
 
@@ -101,7 +100,7 @@ TEST("the number of threads is at least one and at most the CPUs that may be use
   CHECK_EQ(team.threads(), usable_cpus());
   team.set_threads(1);
   CHECK_EQ(team.threads(), 1);
-  run_and_check(9, team.threads(), true);
+  run_and_check(9, team.threads());
   CHECK(throws<std::invalid_argument>([&] { team.set_threads(-1); }));
   team.set_threads(0);
   CHECK(team.threads() >= 1);
