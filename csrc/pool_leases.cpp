@@ -78,6 +78,7 @@ Device::Reserved Pool::begin_fence(const LeaseRef& lease, Stream stream, bool co
   try {
     const Device::Reserved reserved = device_->reserve(lock, device_->retirement().fifo(stream));
     stats_.copies += copy ? 1 : 0;
+    settle(slot);  // an owned slot counts as in flight from here on
     return reserved;
   } catch (...) {
     --slot->declared;

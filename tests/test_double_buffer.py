@@ -11,7 +11,7 @@ import torch
 
 import pinstage
 from pinstage import DoubleBuffer, LeaseStateError, PoolExhausted, WaitTimeout
-from pinstage.testing import latch
+from pinstage.testing import SimulatedDevice, latch
 
 
 def fill(buffer, value, timeout=None):
@@ -253,3 +253,16 @@ def test_bad_arguments_change_nothing(dev, options, error, match):
     with pytest.raises(error, match=match):
         DoubleBuffer(**{"shape": 4, "dtype": torch.int32, "device": dev, "pool": pool, **options})
     assert pool.stats() == before
+
+
+def test_submitted_buffer_counts_as_in_flight_until_its_fence_passed():
+    with SimulatedDevice() as dev:
+        pool, dst = pinstage.StagingPool(dev), dev.empty(64, torch.int32)
+        buffer = DoubleBuffer(64, torch.int32, dev, pool=pool)
+        with buffer.fill() as host:
+            host.fill_(1)
+        ticket = buffer.copy_to(dst)
+        assert (pool.stats().open_bytes, pool.stats().in_flight_bytes) == (256, 256)
+        ticket.wait()
+        pool.reclaim()
+        assert (pool.stats().open_bytes, pool.stats().in_flight_bytes) == (512, 0)
