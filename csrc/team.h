@@ -6,9 +6,9 @@
 //   caller   posts a job ── takes chunks ── closes the job ── waits for the chunks that are still being worked on
 //   workers  spin a while after each job, because the next copy of a step is close behind; then they park
 //
-// A hand-off to a spinning worker costs 0.4 us, waking a parked one 16-100 us and 10-17 us of the caller (FACTS of the
-// H200 host), so only large jobs wake anybody. The caller always works itself: with no worker free, or on one CPU, it
-// does the job alone. One job at a time has the workers; callers beside it work alone rather than queue up.
+// A hand-off to a spinning worker costs 0.4 us, waking a parked one 16-100 us and 10-17 us of the caller (on the
+// host of an H200), so only large jobs come here. The caller always works itself: with no worker free, or on one CPU,
+// it does the job alone. One job at a time has the workers; callers beside it work alone rather than queue up.
 //
 // Workers are started when first wanted, never end, and hold no lock while they work; the team is never destroyed, so
 // it can be at work while the process exits. A forked child starts a team of its own.
