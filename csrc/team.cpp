@@ -25,9 +25,10 @@ constexpr int kMaxThreads = 64;
 // After a job a worker spins for the next one this long, then it parks and costs nothing.
 constexpr auto kSpin = std::chrono::microseconds(200);
 
-// From here on several threads work. At 4 MB they take the median from 290 to 72 us and the mean likewise; at 1 MB the
-// median from 86 to 36 us but not the mean, and below neither: where other spinning threads (torch's own) want the same
-// CPUs, a worker that lost its CPU in the middle of a chunk holds the caller up for milliseconds. (H200 host, 16 vCPU.)
+// From here on several threads work. At 4 MB they take the median from 268 to 72 us and the mean from 271 to 96; at 1
+// MB the median from 83 to 36 us, but the mean stays at 84, and at 256 KB the mean rises from 23 to 187 (H200 host, 16
+// vCPU, beside torch's own 16 threads; benchmarks/results/overhead*.json). The likely cause, not profiled: a worker
+// that loses its CPU in the middle of a chunk holds the caller up.
 constexpr std::size_t kShare = 2 << 20;
 constexpr std::size_t kBytesPerThread = 24 << 10;
 constexpr std::size_t kMinChunk = 16 << 10, kMaxChunk = 256 << 10;
