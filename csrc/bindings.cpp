@@ -304,10 +304,6 @@ NB_MODULE(_core, m) {
   m.def("num_threads", [] { return Team::instance().threads(); });
   Team::instance();  // reads PINSTAGE_THREADS: a mistake in it shows at import
   m.def("isa", &isa, "The instruction set of the gather kernels in use.");
-  m.def(
-      "simulated_device_at",
-      [](std::uintptr_t address) { return SimulatedDevice::find(reinterpret_cast<void*>(address)); }, "address"_a,
-      nb::rv_policy::reference, nb::sig("def simulated_device_at(address: int) -> SimulatedDevice | None"));
 
   nb::class_<Ticket>(m, "Ticket")
       .def("done", &Ticket::done, Unlocked())

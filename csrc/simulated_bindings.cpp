@@ -130,7 +130,7 @@ void bind_simulated_driver(nb::module_& m) {
       .def_prop_ro("schedule", &SimulatedDevice::schedule)
       .def_static(
           "find", [](std::uintptr_t p) { return SimulatedDevice::find(reinterpret_cast<const void*>(p)); },
-          nb::arg("address"), nb::rv_policy::reference)
+          nb::arg("address"), nb::rv_policy::reference, nb::sig("def find(address: int) -> SimulatedDevice | None"))
       .def_static(
           "of_stream", [](std::uintptr_t s) { return SimulatedDevice::of_stream(stream_of(s)); }, nb::arg("stream"),
           nb::rv_policy::reference)

@@ -47,24 +47,33 @@ bool on_host(const TensorView& view) {
 
 // --- snapshots: true when done, false when the call is not one for the fast path (nothing happened then) ---
 
-bool try_copy(nb::handle dst, nb::handle src, nb::handle given_pool) {
-  TensorView d, s;
-  if (!view_tensor(dst.ptr(), &d) || !view_tensor(src.ptr(), &s)) return false;
-  if (!(d.dtype == s.dtype) || !d.same_shape(s) || !s.contiguous() || !on_host(s)) return false;
+// What every snapshot does once its tensors are viewed: `part` of dst is written, `stage(pool, plan, stream)` enqueues
+// it.
+template <class Stage>
+bool snapshot(nb::handle dst, nb::handle src, const TensorView& part, nb::handle given_pool, Stage&& stage) {
   CopyPlan plan;
-  if (d.numel() == 0 || !plan_copy(d.ndim, d.shape, d.strides, d.itemsize(), &plan)) return false;
-  if (!copies_bytes_only(dst.ptr(), src.ptr(), d.dtype)) return false;
-  const std::shared_ptr<Pool> pool = pool_for(d, given_pool);
+  if (part.numel() == 0 || !plan_copy(part.ndim, part.shape, part.strides, part.itemsize(), &plan)) return false;
+  if (!copies_bytes_only(dst.ptr(), src.ptr(), part.dtype)) return false;
+  const std::shared_ptr<Pool> pool = pool_for(part, given_pool);
   if (pool == nullptr) return false;
   const Stream stream = pool->device().current_stream();
   if (!bump_version(dst.ptr())) return false;
   {
     const ReleasedGil no_gil;
-    stage_copy(*pool, plan, d, s, stream, wait_for({}));
+    stage(*pool, plan, stream);
   }
   // The copy is under way: a warning that is an error must not make it look as if it were not.
   if (!warn_of_waits(*pool)) PyErr_WriteUnraisable(dst.ptr());
   return true;
+}
+
+bool try_copy(nb::handle dst, nb::handle src, nb::handle given_pool) {
+  TensorView d, s;
+  if (!view_tensor(dst.ptr(), &d) || !view_tensor(src.ptr(), &s)) return false;
+  if (!(d.dtype == s.dtype) || !d.same_shape(s) || !s.contiguous() || !on_host(s)) return false;
+  return snapshot(dst, src, d, given_pool, [&](Pool& pool, const CopyPlan& plan, Stream stream) {
+    stage_copy(pool, plan, d, s, stream, wait_for({}));
+  });
 }
 
 // copy_ as a builtin: what try_copy takes is done without the frame of a Python function (0.1 us); every other call,
@@ -147,20 +156,9 @@ bool try_copy_rows(nb::handle dst, nb::handle src, nb::handle index, int dim, nb
   Gather rows;
   if (!plan_checked_gather(s, x, dim, &rows) || !takes_rows(d, s, dim, rows.count)) return false;
   const TensorView part = narrow(d, dim, rows.count);
-  CopyPlan plan;
-  if (part.numel() == 0 || !plan_copy(part.ndim, part.shape, part.strides, part.itemsize(), &plan)) return false;
-  if (!copies_bytes_only(dst.ptr(), src.ptr(), d.dtype)) return false;
-  const std::shared_ptr<Pool> pool = pool_for(d, given_pool);
-  if (pool == nullptr) return false;
-  const Stream stream = pool->device().current_stream();
-  if (!bump_version(dst.ptr())) return false;
-  {
-    const ReleasedGil no_gil;
-    stage_rows(*pool, plan, part.data, rows, stream, wait_for({}));
-  }
-  // The copy is under way: a warning that is an error must not make it look as if it were not.
-  if (!warn_of_waits(*pool)) PyErr_WriteUnraisable(dst.ptr());
-  return true;
+  return snapshot(dst, src, part, given_pool, [&](Pool& pool, const CopyPlan& plan, Stream stream) {
+    stage_rows(pool, plan, part.data, rows, stream, wait_for({}));
+  });
 }
 
 bool try_gather(nb::handle out, nb::handle src, nb::handle index, int dim) {

@@ -87,7 +87,7 @@ def holding(tensor: torch.Tensor) -> _core.Device | None:
         address = tensor.data_ptr()
     except RuntimeError:  # no storage: a fake or functional tensor
         return None
-    simulation = _core.simulated_device_at(address)
+    simulation = _core.SimulatedDevice.find(address)
     return None if simulation is None else _simulated(simulation)
 
 
