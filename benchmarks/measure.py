@@ -30,7 +30,13 @@ class Host(NamedTuple):
 
 
 def interleaved(
-    variants: Mapping[str, Call], rounds: int, *, synchronize: Callable[[], object], block: int = 16, warmup: int = 4
+    variants: Mapping[str, Call],
+    rounds: int,
+    *,
+    synchronize: Callable[[], object],
+    block: int = 16,
+    warmup: int = 4,
+    settle: float = 0.0,
 ) -> dict[str, Host]:
     """Host time of each variant: blocks of calls in turn, and each round of blocks begins with another variant.
 
@@ -40,6 +46,8 @@ def interleaved(
         synchronize: empties the device's queue before each block, outside the timing.
         block: calls a block. 1 lets every call find the caches as the other variants left them.
         warmup: rounds left out.
+        settle: seconds of sleep before each block: the threads that a variant left spinning (torch's OpenMP workers
+            spin for milliseconds) then do not take the next one's CPUs.
     """
     names = list(variants)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -48,6 +56,8 @@ def interleaved(
             name = names[(i + j) % len(names)]
             call = variants[name]
             synchronize()
+            if settle > 0:
+                time.sleep(settle)
             for k in range(block):
                 start = time.perf_counter_ns()
                 result = call(k)

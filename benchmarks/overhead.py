@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=int, default=100, help="blocks of each variant and size (a quarter from 1 MB on)"
     )
     parser.add_argument("--block", type=int, default=16, help="calls of one variant before the next one's turn")
+    parser.add_argument("--settle", type=float, default=0.0, metavar="SECONDS", help="sleep before each block")
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, metavar="BYTES")
 
 
@@ -144,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
         interleaved(calls, 4, synchronize=torch.cuda.synchronize)
         before = pool.stats()
         rounds = (args.rounds if nbytes < 1 << 20 else args.rounds // 4) * 16 // args.block
-        times = interleaved(calls, rounds, synchronize=torch.cuda.synchronize, block=args.block)
+        times = interleaved(calls, rounds, synchronize=torch.cuda.synchronize, block=args.block, settle=args.settle)
         after = pool.stats()
         figures.append(
             {

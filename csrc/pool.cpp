@@ -58,26 +58,41 @@ LeaseRef Pool::take(std::uint64_t nbytes, const Wait& wait, bool block, bool own
 
 Slot* Pool::place(std::uint64_t nbytes, bool owned) {
   require_open();
+  if (nbytes > options_.max_bytes) return nullptr;
+  const std::uint64_t reserved = Offsets::round_up(nbytes);
+  Slot* slot = recent_.take(reserved);
+  if (slot == nullptr) {
+    slot = cut(reserved);
+    if (slot == nullptr && give_recent_back()) slot = cut(reserved);
+    if (slot == nullptr) return nullptr;
+  }
+  slot->handed_over = false;
+  slot->declared = 0;
+  slot->owned = owned;
+  slot->unfenced = status::kSuccess;
+  slot->thread = this_thread();
+  slot->lease = ++leases_;
+  set_state(slot, SlotState::kOpen);
+  stats_.high_water = std::max(stats_.high_water, stats_.capacity - stats_.bytes[int(SlotState::kFree)]);
+  return slot;
+}
+
+// A free slot of `nbytes`, a multiple of the granule, from the first slab that has room.
+Slot* Pool::cut(std::uint64_t nbytes) {
   for (const std::unique_ptr<Slab>& slab : slabs_) {
     if (spare_slots_.empty()) {
-      spare_slots_.reserve(slots_.size() + 1);  // so that free_slot() cannot fail
+      spare_slots_.reserve(slots_.size() + 1);  // so that give_back() cannot fail
       spare_slots_.push_back(&slots_.emplace_back());
     }
     const Offsets::Taken taken = slab->offsets.take(nbytes);
     if (taken.offset == Offsets::kNone) continue;
     Slot* slot = spare_slots_.back();
     spare_slots_.pop_back();
-    *slot = Slot{};
     slot->pool = this;
     slot->slab = slab.get();
     slot->block = taken.block;
     slot->data = slab->memory.data + taken.offset;
-    slot->nbytes = Offsets::round_up(nbytes);
-    slot->owned = owned;
-    slot->thread = this_thread();
-    slot->lease = ++leases_;
-    set_state(slot, SlotState::kOpen);
-    stats_.high_water = std::max(stats_.high_water, stats_.capacity - stats_.bytes[int(SlotState::kFree)]);
+    slot->nbytes = nbytes;
     return slot;
   }
   return nullptr;
@@ -203,10 +218,44 @@ void Pool::set_state(Slot* slot, SlotState state) noexcept {
 
 void Pool::free_slot(Slot* slot) noexcept {
   set_state(slot, SlotState::kFree);
+  slot->lease = 0;
+  if (!recent_.keep(slot)) give_back(slot);
+}
+
+void Pool::give_back(Slot* slot) noexcept {
   slot->slab->offsets.give(slot->block);
   slot->nbytes = 0;
-  slot->lease = 0;
   spare_slots_.push_back(slot);
+}
+
+bool Pool::give_recent_back() noexcept {
+  if (recent_.empty()) return false;
+  while (Slot* slot = recent_.pop()) give_back(slot);
+  return true;
+}
+
+Slot* RecentSlots::take(std::uint64_t nbytes) noexcept {
+  Bin& bin = bins_[bin_of(nbytes)];
+  if (bin.count == 0 || bin.slots[bin.count - 1]->nbytes != nbytes) return nullptr;
+  --count_;
+  return bin.slots[--bin.count];
+}
+
+bool RecentSlots::keep(Slot* slot) noexcept {
+  Bin& bin = bins_[bin_of(slot->nbytes)];
+  if (bin.count == kDepth) return false;
+  bin.slots[bin.count++] = slot;
+  ++count_;
+  return true;
+}
+
+Slot* RecentSlots::pop() noexcept {
+  for (Bin& bin : bins_) {
+    if (bin.count == 0) continue;
+    --count_;
+    return bin.slots[--bin.count];
+  }
+  return nullptr;
 }
 
 // --- maintenance ---
@@ -301,6 +350,9 @@ bool Pool::consistent() {
     if (!slab->offsets.consistent()) return false;
     capacity += slab->memory.nbytes;
     bytes[int(SlotState::kFree)] += slab->offsets.free_bytes();
+  }
+  for (const Slot& slot : slots_) {
+    if (slot.state == SlotState::kFree) bytes[int(SlotState::kFree)] += slot.nbytes;  // a recent one
   }
   std::vector<const Slot*> taken;
   for (const Slot& slot : slots_) {

@@ -11,6 +11,7 @@
 // All state changes happen under Device::mutex(); memory is allocated and freed outside it.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <deque>
@@ -37,10 +38,39 @@ struct SlabMemory {
 };
 void free_slab(Device& device, const SlabMemory& memory) noexcept;
 
+struct Slot;
+
 struct Slab {
   Slab(const SlabMemory& slab_memory) : memory(slab_memory), offsets(slab_memory.nbytes) {}
   SlabMemory memory;
   Offsets offsets;
+};
+
+// Free slots that keep their bytes for the next request of the same size, the last to come back first: a steady state
+// repeats its sizes, and then neither the offsets nor the slot need to be worked out anew. They are given back to
+// their slabs before anything is refused or grown for want of room.
+class RecentSlots {
+ public:
+  // Null: none of exactly `nbytes`.
+  Slot* take(std::uint64_t nbytes) noexcept;
+  // False: no place for it.
+  bool keep(Slot* slot) noexcept;
+  // Removes and returns any one, null when empty.
+  Slot* pop() noexcept;
+  bool empty() const noexcept { return count_ == 0; }
+
+ private:
+  static constexpr std::size_t kBins = 16, kDepth = Fifo::kBatch;
+  struct Bin {
+    std::array<Slot*, kDepth> slots;
+    std::size_t count = 0;
+  };
+  static std::size_t bin_of(std::uint64_t nbytes) noexcept {
+    return nbytes / Offsets::kGranule * 0x9E3779B97F4A7C15u >> 60;
+  }
+
+  std::array<Bin, kBins> bins_;
+  std::size_t count_ = 0;
 };
 
 struct Slot {
@@ -166,6 +196,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void set_state(Slot* slot, SlotState state) noexcept;
   void settle(Slot* slot) noexcept;
   void free_slot(Slot* slot) noexcept;
+  void give_back(Slot* slot) noexcept;
+  bool give_recent_back() noexcept;
+  Slot* cut(std::uint64_t nbytes);
 
   const std::shared_ptr<Device> device_;
   const PoolOptions options_;
@@ -175,7 +208,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // Guarded by device_->mutex():
   std::vector<std::unique_ptr<Slab>> slabs_;
   std::deque<Slot> slots_;
-  std::vector<Slot*> spare_slots_;
+  std::vector<Slot*> spare_slots_;  // without bytes
+  RecentSlots recent_;
   PoolStats stats_;
   std::uint64_t pending_ = 0;  // fences over slots of this pool
   std::uint64_t leases_ = 0;

@@ -56,6 +56,7 @@ bool Pool::grow(std::uint64_t nbytes) {
   {
     const Guard lock(device_->mutex());
     require_open();
+    give_recent_back();
     for (const std::unique_ptr<Slab>& slab : slabs_) {
       if (slab->offsets.largest_free() >= Offsets::round_up(nbytes)) return true;  // another thread grew or gave back
     }
@@ -106,6 +107,7 @@ std::uint64_t Pool::free_empty_slabs(std::uint64_t enough) {
   std::uint64_t freed = 0;
   {
     const Guard lock(device_->mutex());
+    give_recent_back();
     std::stable_sort(slabs_.begin(), slabs_.end(),
                      [](const auto& a, const auto& b) { return a->memory.nbytes < b->memory.nbytes; });
     std::uint64_t available = 0;
@@ -169,6 +171,7 @@ std::uint64_t Pool::trim() {
 }
 
 void Pool::discard_empty_slabs() noexcept {
+  give_recent_back();
   for (std::unique_ptr<Slab>& slab : slabs_) {
     if (!slab->offsets.empty()) continue;
     stats_.capacity -= slab->memory.nbytes;

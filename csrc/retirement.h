@@ -51,7 +51,7 @@ struct Fence {
 // Fences of one stream in submission order. A ring that grows to the peak in flight and then allocates no more (I7).
 class Fifo {
  public:
-  static constexpr std::uint64_t kBatch = 16;
+  static constexpr std::uint64_t kBatch = 64;
   static constexpr std::uint64_t kBatchBytes = 256 << 10;
 
   bool empty() const noexcept { return submitted_ == completed_; }

@@ -29,9 +29,10 @@ constexpr auto kSpin = std::chrono::microseconds(200);
 // MB the median from 83 to 36 us, but the mean stays at 84, and at 256 KB the mean rises from 23 to 187 (H200 host, 16
 // vCPU, beside torch's own 16 threads; benchmarks/results/overhead*.json). The likely cause, not profiled: a worker
 // that loses its CPU in the middle of a chunk holds the caller up.
-constexpr std::size_t kShare = 2 << 20;
-constexpr std::size_t kBytesPerThread = 24 << 10;
-constexpr std::size_t kMinChunk = 16 << 10, kMaxChunk = 256 << 10;
+const std::size_t kShare = std::getenv("X_SHARE") ? std::atol(std::getenv("X_SHARE")) : 48 << 10;
+const std::size_t kWake = std::getenv("X_WAKE") ? std::atol(std::getenv("X_WAKE")) : 1 << 20;
+const std::size_t kBytesPerThread = std::getenv("X_BPT") ? std::atol(std::getenv("X_BPT")) : 24 << 10;
+const std::size_t kMinChunk = std::getenv("X_MINC") ? std::atol(std::getenv("X_MINC")) : 8 << 10, kMaxChunk = 256 << 10;
 
 void relax() noexcept {
 #if defined(__x86_64__)
@@ -111,10 +112,16 @@ void Team::start(int workers) noexcept {
   }
 }
 
-void Team::run(std::int64_t chunks, int threads, Chunk chunk, void* work) {
+void Team::run(std::int64_t chunks, int threads, bool worth_waking, Chunk chunk, void* work) {
   std::unique_lock<std::mutex> job(job_mutex_, std::defer_lock);
   const int helpers = static_cast<int>(std::min<std::int64_t>(threads, chunks)) - 1;
-  if (helpers < 1 || !job.try_lock()) {
+  bool alone = helpers < 1 || !job.try_lock();
+  if (!alone && !worth_waking) {
+    const auto now = Clock::now();
+    alone = now - last_job_ > kSpin;
+    last_job_ = now;
+  }
+  if (alone) {
     for (std::int64_t i = 0; i < chunks; ++i) chunk(work, i);
     return;
   }
@@ -211,7 +218,8 @@ void copy_bytes_in_parallel(void* dst, const void* src, std::size_t nbytes) {
   const int threads = threads_for(nbytes, team.threads());
   CopyJob job{static_cast<char*>(dst), static_cast<const char*>(src), nbytes, chunk_bytes(nbytes, threads)};
   if (threads == 1) job.chunk = nbytes;
-  team.run(static_cast<std::int64_t>((nbytes + job.chunk - 1) / job.chunk), threads, &CopyJob::run, &job);
+  team.run(static_cast<std::int64_t>((nbytes + job.chunk - 1) / job.chunk), threads, nbytes >= kWake, &CopyJob::run,
+           &job);
 }
 
 void gather_in_parallel(const Gather& g) {
@@ -229,7 +237,7 @@ void gather_in_parallel(const Gather& g) {
         std::clamp<std::int64_t>(static_cast<std::int64_t>(chunk_bytes(bytes, threads)) / g.row_bytes, 1, g.count);
     job.parts = (g.count + job.rows - 1) / job.rows;
   }
-  team.run(g.outer * job.parts, threads, &GatherJob::run, &job);
+  team.run(g.outer * job.parts, threads, bytes >= kWake, &GatherJob::run, &job);
 }
 
 }  // namespace pinstage

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -29,8 +30,9 @@ class Team {
 
   static Team& instance();
 
-  // Calls `chunk` for 0 .. chunks-1, on up to `threads` threads, the caller among them.
-  void run(std::int64_t chunks, int threads, Chunk chunk, void* work);
+  // Calls `chunk` for 0 .. chunks-1, on up to `threads` threads, the caller among them. `worth_waking`: parked workers
+  // are woken for this job alone; else only when it follows another one closely.
+  void run(std::int64_t chunks, int threads, bool worth_waking, Chunk chunk, void* work);
 
   // Threads that may work on one job, the caller counted. 0: the default, PINSTAGE_THREADS or at most 8 of the CPUs
   // that the process may use.
@@ -51,6 +53,7 @@ class Team {
   std::mutex job_mutex_;  // held by the caller whose job has the workers
   // Guarded by job_mutex_:
   int workers_ = 0;  // started so far
+  std::chrono::steady_clock::time_point last_job_{};
 
   // The job. A worker reads it only between entering (active_) and leaving while open_ is true; the caller changes it
   // only while open_ is false and active_ is 0.
