@@ -46,8 +46,8 @@ def interleaved(
         synchronize: empties the device's queue before each block, outside the timing.
         block: calls a block. 1 lets every call find the caches as the other variants left them.
         warmup: rounds left out.
-        settle: seconds of sleep before each block: the threads that a variant left spinning (torch's OpenMP workers
-            spin for milliseconds) then do not take the next one's CPUs.
+        settle: seconds of pause before each block: what a variant left spinning (torch's OpenMP threads do so for
+            milliseconds) then does not take the next one's CPUs.
     """
     names = list(variants)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -56,8 +56,9 @@ def interleaved(
             name = names[(i + j) % len(names)]
             call = variants[name]
             synchronize()
-            if settle > 0:
-                time.sleep(settle)
+            settled = time.perf_counter() + settle
+            while time.perf_counter() < settled:
+                pass
             for k in range(block):
                 start = time.perf_counter_ns()
                 result = call(k)

@@ -14,15 +14,22 @@ from measure import Call, Host, compiled, interleaved, print_table, size_name, w
 
 import pinstage
 
+OPENMP_FROM = 32 << 10  # bytes from which torch copies on several threads
 SIZES = (256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--rounds", type=int, default=100, help="blocks of each variant and size (a quarter from 1 MB on)"
+        "--rounds", type=int, default=40, help="blocks of each variant and size (a quarter from 1 MB on)"
     )
-    parser.add_argument("--block", type=int, default=16, help="calls of one variant before the next one's turn")
-    parser.add_argument("--settle", type=float, default=0.0, metavar="SECONDS", help="sleep before each block")
+    parser.add_argument("--block", type=int, default=64, help="calls of one variant before the next one's turn")
+    parser.add_argument(
+        "--settle",
+        type=float,
+        default=0.015,
+        metavar="SECONDS",
+        help="pause before each block, from 32 KB on, where torch copies with OpenMP threads that spin on for a while",
+    )
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, metavar="BYTES")
 
 
@@ -144,8 +151,14 @@ def run(args: argparse.Namespace) -> int:
         calls = variants(nbytes)
         interleaved(calls, 4, synchronize=torch.cuda.synchronize)
         before = pool.stats()
-        rounds = (args.rounds if nbytes < 1 << 20 else args.rounds // 4) * 16 // args.block
-        times = interleaved(calls, rounds, synchronize=torch.cuda.synchronize, block=args.block, settle=args.settle)
+        rounds = args.rounds if nbytes < 1 << 20 else args.rounds // 4
+        times = interleaved(
+            calls,
+            rounds,
+            synchronize=torch.cuda.synchronize,
+            block=args.block,
+            settle=args.settle if nbytes >= OPENMP_FROM else 0,
+        )
         after = pool.stats()
         figures.append(
             {

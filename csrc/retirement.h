@@ -52,7 +52,9 @@ struct Fence {
 class Fifo {
  public:
   static constexpr std::uint64_t kBatch = 64;
-  static constexpr std::uint64_t kBatchBytes = 256 << 10;
+  // Small slots come back while they are still in the writing core's cache: 16 KB copies cost 3.3 us when 256 KB of
+  // them are in flight, 3.8 when 1 MB is. Slots past that size are not, and a query is saved (H200 host, 2 MB L2).
+  static constexpr std::uint64_t kBatchBytes = 256 << 10, kManyBytes = 1 << 20, kFew = 4;
 
   bool empty() const noexcept { return submitted_ == completed_; }
   std::uint64_t size() const noexcept { return submitted_ - completed_; }
@@ -62,12 +64,14 @@ class Fifo {
   const Fence& at(std::uint64_t i) const noexcept { return ring_[(completed_ + i) & (ring_.size() - 1)]; }
 
   // Is a poll worth its cost to a caller who is not short of room? Once two batches of fences came together (the older
-  // one has likely passed) or many bytes did; after a poll in vain, when half a batch more did.
+  // one has likely passed) or enough bytes did; after a poll in vain, when half a batch more did.
   // `batch` is kBatch, or 1 to reuse slots as early as can be.
   bool worth_polling(std::uint64_t batch) const noexcept {
-    return size() >= 2 * batch - 1 ? submitted_ >= next_poll_ : bytes_ >= kBatchBytes;
+    return size() >= 2 * batch - 1 ? submitted_ >= next_poll_
+                                   : bytes_ >= (submitted_ - polled_at_ < kFew ? kManyBytes : kBatchBytes);
   }
   void polled(std::uint64_t batch) noexcept {
+    polled_at_ = submitted_;
     next_poll_ = submitted_ + batch / 2;
     bytes_ = 0;
   }
@@ -99,6 +103,7 @@ class Fifo {
   std::uint64_t submitted_ = 0, completed_ = 0;      // completed_ <= submitted_, neither decreases (I4)
   std::uint64_t reserved_ = 0;
   std::uint64_t next_poll_ = 0;  // value of submitted_ from which on a poll is worth it
+  std::uint64_t polled_at_ = 0;  // value of submitted_ at the last poll
   std::uint64_t bytes_ = 0;      // submitted since the last poll
 };
 

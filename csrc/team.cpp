@@ -9,10 +9,12 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <thread>
 
+#include "cpu.h"
 #include "gather.h"
 
 namespace pinstage {
@@ -20,19 +22,25 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kDefaultThreads = 8;
-constexpr int kMaxThreads = 64;
+constexpr int kDefaultThreads = 16;
+constexpr int kMaxThreads = 64;  // as many as Team has places for
 // After a job a worker spins for the next one this long, then it parks and costs nothing.
-constexpr auto kSpin = std::chrono::microseconds(200);
+constexpr auto kSpin = std::chrono::microseconds(100);
+// Jobs that follow one another within this time are a burst.
+constexpr auto kBurst = std::chrono::microseconds(50);
 
-// From here on several threads work. At 4 MB they take the median from 268 to 72 us and the mean from 271 to 96; at 1
-// MB the median from 83 to 36 us, but the mean stays at 84, and at 256 KB the mean rises from 23 to 187 (H200 host, 16
-// vCPU, beside torch's own 16 threads; benchmarks/results/overhead*.json). The likely cause, not profiled: a worker
-// that loses its CPU in the middle of a chunk holds the caller up.
-const std::size_t kShare = std::getenv("X_SHARE") ? std::atol(std::getenv("X_SHARE")) : 48 << 10;
-const std::size_t kWake = std::getenv("X_WAKE") ? std::atol(std::getenv("X_WAKE")) : 1 << 20;
-const std::size_t kBytesPerThread = std::getenv("X_BPT") ? std::atol(std::getenv("X_BPT")) : 24 << 10;
-const std::size_t kMinChunk = std::getenv("X_MINC") ? std::atol(std::getenv("X_MINC")) : 8 << 10, kMaxChunk = 256 << 10;
+// From here on several threads work. A burst of 64 KB copies costs 5.5 us each on one thread and 7.5 on three, of 128
+// KB 13.3 and 9.5, of 256 KB 26 and 9 (H200 host, 16 vCPU, whole copy_ calls, DMA behind them; torch's OpenMP threads
+// were given time to go to sleep: while they spin, as they do for milliseconds after each parallel operation, a worker
+// that loses its CPU to one of them in the middle of a chunk holds the caller up, as it holds up torch itself).
+constexpr std::size_t kShare = 96 << 10;
+constexpr std::size_t kBytesPerThread = 24 << 10;  // 16 or 40 KB were slower at 256 KB
+// From here on parked workers are woken for one job.
+constexpr std::size_t kWake = 1 << 20;
+// From here on the parts of a copy are stored non-temporally: 256 KB 12.2 instead of 12.6 us, 1 MB 18 instead of 21,
+// because the slot's lines are in other cores' caches (same runs).
+constexpr std::size_t kStreamParts = 256 << 10;
+constexpr std::size_t kMinChunk = 8 << 10, kMaxChunk = 256 << 10;
 
 void relax() noexcept {
 #if defined(__x86_64__)
@@ -103,87 +111,130 @@ void Team::set_threads(int threads) {
   threads_.store(threads == 0 ? default_threads() : std::min(threads, usable_cpus()), std::memory_order_relaxed);
 }
 
-// With job_mutex_. Fewer workers than wanted are no error: the caller works too.
+// With job_mutex_. Fewer workers than wanted are no error: the others take their chunks.
 void Team::start(int workers) noexcept {
   try {
-    for (; workers_ < workers; ++workers_) std::thread(&Team::work_for_ever, this).detach();
+    for (; workers_started_ < workers; ++workers_started_) {
+      std::thread(&Team::work_for_ever, this, workers_started_).detach();
+    }
   } catch (...) {
     return;
   }
 }
 
-void Team::run(std::int64_t chunks, int threads, bool worth_waking, Chunk chunk, void* work) {
+bool Team::run(std::int64_t chunks, int threads, bool large, Chunk chunk, void* work_of_chunk) {
+  const int parties = static_cast<int>(std::min<std::int64_t>(threads, chunks));
   std::unique_lock<std::mutex> job(job_mutex_, std::defer_lock);
-  const int helpers = static_cast<int>(std::min<std::int64_t>(threads, chunks)) - 1;
-  bool alone = helpers < 1 || !job.try_lock();
-  if (!alone && !worth_waking) {
-    const auto now = Clock::now();
-    alone = now - last_job_ > kSpin;
-    last_job_ = now;
+  if (parties < 2 || !job.try_lock()) return false;
+  const auto now = Clock::now();
+  const bool burst = now - last_job_ <= kBurst;
+  last_job_ = now;
+  if (!large && !burst) return false;
+  start(parties - 1);
+  open(parties, chunks, chunk, work_of_chunk);
+  work(0, parties);
+  close();
+  return true;
+}
+
+void Team::open(int parties, std::int64_t chunks, Chunk chunk, void* work_of_chunk) noexcept {
+  chunk_ = chunk;
+  work_ = work_of_chunk;
+  for (int party = 0; party < parties; ++party) {
+    Range& range = ranges_[static_cast<std::size_t>(party)];
+    range.next.store(chunks * party / parties, std::memory_order_relaxed);
+    range.end = chunks * (party + 1) / parties;
   }
-  if (alone) {
-    for (std::int64_t i = 0; i < chunks; ++i) chunk(work, i);
+  wanted_.store(parties, std::memory_order_relaxed);
+  open_.store(++jobs_ << kPartyBits | static_cast<unsigned>(parties));
+  wake_one();
+}
+
+void Team::close() noexcept {
+  const int parties = parties_of(open_.load(std::memory_order_relaxed));
+  open_.store(0);
+  for (int worker = 0; worker < parties - 1; ++worker) {
+    const std::atomic<bool>& inside = workers_[static_cast<std::size_t>(worker)].inside;
+    for (int spins = 0; inside.load(); ++spins) {
+      if (spins < 1000) {
+        relax();
+      } else {
+        std::this_thread::yield();  // it lost its CPU in the middle of a chunk
+      }
+    }
+  }
+}
+
+void Team::work(int party, int parties) noexcept {
+  for (int turn = 0; turn < parties; ++turn) {
+    Range& range = ranges_[static_cast<std::size_t>((party + turn) % parties)];
+    // Looked at before it is touched: the others' ranges are mostly done when this one comes by.
+    while (range.next.load(std::memory_order_relaxed) < range.end) {
+      const std::int64_t index = range.next.fetch_add(1, std::memory_order_relaxed);
+      if (index < range.end) chunk_(work_, index);
+    }
+  }
+}
+
+void Team::work_for_ever(int worker) {
+  std::atomic<bool>& inside = workers_[static_cast<std::size_t>(worker)].inside;
+  std::uint64_t job = 0;
+  for (;;) {
+    job = await(worker, job);
+    // Entering before looking again: the caller closes before it looks who is inside. One of the two sees the other.
+    inside.store(true);
+    if (open_.load() == job) work(worker + 1, parties_of(job));
+    inside.store(false, std::memory_order_release);
+  }
+}
+
+// The next job after `seen` that has this worker as a party.
+std::uint64_t Team::await(int worker, std::uint64_t seen) {
+  const auto wanted = [&](std::uint64_t job) { return job != 0 && job != seen && worker + 1 < parties_of(job); };
+  Worker& self = workers_[static_cast<std::size_t>(worker)];
+  const std::uint64_t bit = std::uint64_t{1} << worker;
+  for (;;) {
+    const auto spin_until = Clock::now() + kSpin;
+    for (unsigned spins = 0; spins % 64 != 63 || Clock::now() < spin_until; ++spins) {
+      const std::uint64_t job = open_.load(std::memory_order_acquire);
+      if (wanted(job)) return job;
+      relax();
+    }
+    std::unique_lock<std::mutex> lock(self.mutex);
+    self.woken = false;
+    parked_.fetch_or(bit);
+    // A job opened before the bit was seen is found here; one opened later finds the bit.
+    const std::uint64_t job = open_.load();
+    if (wanted(job) && (parked_.fetch_and(~bit) & bit) != 0) return job;
+    self.unpark.wait(lock, [&] { return self.woken; });
+    lock.unlock();
+    wake_one();  // the woken wake the next: the caller pays for one
+  }
+}
+
+// Wakes the first party of the last job that is parked.
+void Team::wake_one() {
+  const std::uint64_t of_job = (std::uint64_t{1} << (wanted_.load(std::memory_order_relaxed) - 1)) - 1;
+  for (std::uint64_t parked; (parked = parked_.load() & of_job) != 0;) {
+    const std::uint64_t bit = parked & (~parked + 1);
+    if ((parked_.fetch_and(~bit) & bit) == 0) continue;  // somebody else wakes it
+    Worker& worker = workers_[static_cast<std::size_t>(__builtin_ctzll(bit))];
+    const std::lock_guard<std::mutex> lock(worker.mutex);
+    worker.woken = true;
+    worker.unpark.notify_one();
     return;
   }
-  start(helpers);
-  chunk_ = chunk;
-  work_ = work;
-  chunks_ = chunks;
-  next_.store(0, std::memory_order_relaxed);
-  places_.store(helpers, std::memory_order_relaxed);
-  open_.store(true);
-  posted_.fetch_add(1);
-  if (parked_.load() > 0) wake_one();
-  for (std::int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < chunks;) chunk(work, i);
-  open_.store(false);
-  for (int spins = 0; active_.load() != 0; ++spins) {
-    if (spins < 1000) {
-      relax();
-    } else {
-      std::this_thread::yield();  // a worker lost its CPU in the middle of a chunk
-    }
-  }
-}
-
-// The woken wake the next: the caller pays for one.
-void Team::wake_one() {
-  const std::lock_guard<std::mutex> lock(park_mutex_);
-  unpark_.notify_one();
-}
-
-void Team::work_for_ever() {
-  std::uint64_t seen = 0;
-  for (;;) {
-    seen = await(seen);
-    // Entering before looking: the caller closes before it looks at who is inside. One of the two sees the other.
-    active_.fetch_add(1);
-    if (open_.load() && places_.fetch_sub(1, std::memory_order_relaxed) > 0) {
-      for (std::int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < chunks_;) chunk_(work_, i);
-    }
-    active_.fetch_sub(1);
-  }
-}
-
-// The number of the first job posted after `seen`.
-std::uint64_t Team::await(std::uint64_t seen) {
-  std::uint64_t posted;
-  const auto spin_until = Clock::now() + kSpin;
-  for (unsigned spins = 0; (posted = posted_.load()) == seen; ++spins) {
-    relax();
-    if (spins % 64 == 63 && Clock::now() > spin_until) {
-      std::unique_lock<std::mutex> lock(park_mutex_);
-      parked_.fetch_add(1);
-      unpark_.wait(lock, [&] { return (posted = posted_.load()) != seen; });
-      if (parked_.fetch_sub(1) > 1 && places_.load(std::memory_order_relaxed) > 0) unpark_.notify_one();
-      break;
-    }
-  }
-  return posted;
 }
 
 namespace {
 
+void plain_bytes(char* dst, const char* src, std::size_t nbytes) noexcept { std::memcpy(dst, src, nbytes); }
+void stream_bytes(char* dst, const char* src, std::size_t nbytes) noexcept {
+  active_kernels().stream(dst, src, nbytes);
+}
+
 struct CopyJob {
+  void (*copy)(char* dst, const char* src, std::size_t nbytes) noexcept;
   char* dst;
   const char* src;
   std::size_t nbytes, chunk;
@@ -191,7 +242,7 @@ struct CopyJob {
   static void run(void* self, std::int64_t index) noexcept {
     const auto& job = *static_cast<const CopyJob*>(self);
     const std::size_t begin = static_cast<std::size_t>(index) * job.chunk;
-    copy_bytes(job.dst + begin, job.src + begin, std::min(job.chunk, job.nbytes - begin));
+    job.copy(job.dst + begin, job.src + begin, std::min(job.chunk, job.nbytes - begin));
   }
 };
 
@@ -210,34 +261,29 @@ struct GatherJob {
 }  // namespace
 
 void copy_bytes_in_parallel(void* dst, const void* src, std::size_t nbytes) {
-  if (nbytes < kShare) {
-    copy_bytes(dst, src, nbytes);
-    return;
+  if (nbytes >= kShare) {
+    Team& team = Team::instance();
+    const int threads = threads_for(nbytes, team.threads());
+    CopyJob job{nbytes >= kStreamParts ? &stream_bytes : &plain_bytes, static_cast<char*>(dst),
+                static_cast<const char*>(src), nbytes, chunk_bytes(nbytes, threads)};
+    const auto chunks = static_cast<std::int64_t>((nbytes + job.chunk - 1) / job.chunk);
+    if (team.run(chunks, threads, nbytes >= kWake, &CopyJob::run, &job)) return;
   }
-  Team& team = Team::instance();
-  const int threads = threads_for(nbytes, team.threads());
-  CopyJob job{static_cast<char*>(dst), static_cast<const char*>(src), nbytes, chunk_bytes(nbytes, threads)};
-  if (threads == 1) job.chunk = nbytes;
-  team.run(static_cast<std::int64_t>((nbytes + job.chunk - 1) / job.chunk), threads, nbytes >= kWake, &CopyJob::run,
-           &job);
+  copy_bytes(dst, src, nbytes);
 }
 
 void gather_in_parallel(const Gather& g) {
-  const std::int64_t nbytes = g.outer * g.count * g.row_bytes;
-  if (nbytes < static_cast<std::int64_t>(kShare)) {
-    gather(g);
-    return;
-  }
-  Team& team = Team::instance();
-  const auto bytes = static_cast<std::size_t>(nbytes);
-  const int threads = threads_for(bytes, team.threads());
-  GatherJob job{&g, gather_range_for(g), g.count, 1};
-  if (threads > 1) {
+  const auto nbytes = static_cast<std::size_t>(g.outer * g.count * g.row_bytes);
+  if (nbytes >= kShare) {
+    Team& team = Team::instance();
+    const int threads = threads_for(nbytes, team.threads());
+    GatherJob job{&g, gather_range_for(g), g.count, 1};
     job.rows =
-        std::clamp<std::int64_t>(static_cast<std::int64_t>(chunk_bytes(bytes, threads)) / g.row_bytes, 1, g.count);
+        std::clamp<std::int64_t>(static_cast<std::int64_t>(chunk_bytes(nbytes, threads)) / g.row_bytes, 1, g.count);
     job.parts = (g.count + job.rows - 1) / job.rows;
+    if (team.run(g.outer * job.parts, threads, nbytes >= kWake, &GatherJob::run, &job)) return;
   }
-  team.run(g.outer * job.parts, threads, bytes >= kWake, &GatherJob::run, &job);
+  gather(g);
 }
 
 }  // namespace pinstage

@@ -3,17 +3,23 @@
 //
 // The team: worker threads that share the chunks of one large snapshot with its caller.
 //
-//   caller   posts a job ── takes chunks ── closes the job ── waits for the chunks that are still being worked on
-//   workers  spin a while after each job, because the next copy of a step is close behind; then they park
+//   caller   opens a job ── works ── closes the job ── waits for the workers that are still inside it
+//   workers  enter an open job ── work ── leave ── spin a while, because the next copy of a step is close behind ──
+//   park
 //
-// A hand-off to a spinning worker costs 0.4 us, waking a parked one 16-100 us and 10-17 us of the caller (on the
-// host of an H200), so only large jobs come here. The caller always works itself: with no worker free, or on one CPU,
-// it does the job alone. One job at a time has the workers; callers beside it work alone rather than queue up.
+// Every party of a job (the caller is party 0) begins with a range of chunks of its own, the same one in every job of a
+// size, so that the bytes of a slot stay in the cache of the core that writes them, and takes chunks of the others when
+// its own are done. A party that never comes, or loses its CPU, costs nothing but the chunk that it is in.
+//
+// Handing a job to a spinning worker costs 0.4 us, waking a parked one 16-100 us and 10-17 us of the caller (on the
+// host of an H200). So a parked worker is woken for a large job, or for one of a burst; other jobs the caller does
+// alone. One job at a time has the workers; callers beside it work alone rather than queue up.
 //
 // Workers are started when first wanted, never end, and hold no lock while they work; the team is never destroyed, so
 // it can be at work while the process exits. A forked child starts a team of its own.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -30,11 +36,13 @@ class Team {
 
   static Team& instance();
 
-  // Calls `chunk` for 0 .. chunks-1, on up to `threads` threads, the caller among them. `worth_waking`: parked workers
-  // are woken for this job alone; else only when it follows another one closely.
-  void run(std::int64_t chunks, int threads, bool worth_waking, Chunk chunk, void* work);
+  // Calls `chunk` for 0 .. chunks-1, on up to `threads` threads, the caller among them. False, with nothing called,
+  // when the caller had better work alone: others have the workers, or they are parked and the job is not worth waking
+  // them
+  // (`large` says that it is, and so does a job shortly before it).
+  bool run(std::int64_t chunks, int threads, bool large, Chunk chunk, void* work);
 
-  // Threads that may work on one job, the caller counted. 0: the default, PINSTAGE_THREADS or at most 8 of the CPUs
+  // Threads that may work on one job, the caller counted. 0: the default, PINSTAGE_THREADS or at most 16 of the CPUs
   // that the process may use.
   void set_threads(int threads);
   int threads() const noexcept { return threads_.load(std::memory_order_relaxed); }
@@ -45,30 +53,48 @@ class Team {
  private:
   Team();
   void start(int workers) noexcept;
-  void work_for_ever();
-  std::uint64_t await(std::uint64_t seen);
+  void open(int parties, std::int64_t chunks, Chunk chunk, void* work) noexcept;
+  void close() noexcept;
+  void work(int party, int parties) noexcept;
+  void work_for_ever(int worker);
+  std::uint64_t await(int worker, std::uint64_t seen);
   void wake_one();
+
+  // A job's name: its number, and how many parties it has in the low kPartyBits. Never 0, never repeated.
+  static constexpr int kPartyBits = 8;
+  static int parties_of(std::uint64_t job) noexcept { return static_cast<int>(job & ((1u << kPartyBits) - 1)); }
+
+  static constexpr std::size_t kApart = 128;  // lines that two cores write lie two apart: they are fetched in pairs
+  static constexpr int kMaxParties = 64;
+
+  struct alignas(kApart) Range {
+    std::atomic<std::int64_t> next{0};
+    std::int64_t end = 0;
+  };
+  struct alignas(kApart) Worker {
+    std::atomic<bool> inside{false};
+    std::mutex mutex;
+    std::condition_variable unpark;
+    bool woken = false;  // guarded by mutex
+  };
 
   std::atomic<int> threads_;
   std::mutex job_mutex_;  // held by the caller whose job has the workers
   // Guarded by job_mutex_:
-  int workers_ = 0;  // started so far
+  int workers_started_ = 0;
+  std::uint64_t jobs_ = 0;
   std::chrono::steady_clock::time_point last_job_{};
 
-  // The job. A worker reads it only between entering (active_) and leaving while open_ is true; the caller changes it
-  // only while open_ is false and active_ is 0.
-  Chunk chunk_ = nullptr;
+  // The job that is open, or 0; what workers watch. A worker reads what follows only while it is inside and has seen
+  // its job open since it entered; the caller changes it only while no job is open and no party of the last is inside.
+  alignas(kApart) std::atomic<std::uint64_t> open_{0};
+  alignas(kApart) Chunk chunk_ = nullptr;
   void* work_ = nullptr;
-  std::int64_t chunks_ = 0;
-  std::atomic<std::int64_t> next_{0};
-  std::atomic<int> places_{0};  // workers that may still join
-  std::atomic<bool> open_{false};
-  std::atomic<int> active_{0};
+  std::array<Range, kMaxParties> ranges_;  // by party
 
-  std::atomic<std::uint64_t> posted_{0};  // jobs so far: what workers watch
-  std::atomic<int> parked_{0};
-  std::mutex park_mutex_;
-  std::condition_variable unpark_;
+  std::atomic<int> wanted_{1};                            // parties of the last job
+  alignas(kApart) std::atomic<std::uint64_t> parked_{0};  // bit w: worker w sleeps, and who clears it must wake it
+  std::array<Worker, kMaxParties> workers_;               // worker w is party w + 1
 };
 
 // CPUs that this process may run on: its affinity and its control group's quota.

@@ -146,7 +146,7 @@ def set_num_threads(threads: int) -> None:
 
     Args:
         threads: at least 1; more than the CPUs that the process may use count as those. 0 is the default:
-            ``PINSTAGE_THREADS``, or at most 8.
+            ``PINSTAGE_THREADS``, or at most 16.
 
     Raises:
         ValueError: negative.

@@ -23,10 +23,12 @@ struct Counted {
   }
 };
 
-void run_and_check(std::size_t chunks, int threads) {
+// True when the team did it.
+bool run_and_check(std::size_t chunks, int threads, bool large = true) {
   Counted counted(chunks);
-  Team::instance().run(static_cast<std::int64_t>(chunks), threads, &Counted::run, &counted);
-  for (const auto& calls : counted.calls) CHECK_EQ(calls.load(), 1);
+  const bool done = Team::instance().run(static_cast<std::int64_t>(chunks), threads, large, &Counted::run, &counted);
+  for (const auto& calls : counted.calls) CHECK_EQ(calls.load(), done ? 1 : 0);
+  return done;
 }
 
 std::vector<char> random_bytes(std::size_t n, unsigned seed) {
@@ -44,10 +46,19 @@ TEST("every chunk is done exactly once before run() returns") {
   }
 }
 
-TEST("several callers at once get every chunk done, with the team or alone") {
+TEST("of several callers at once each gets all of its chunks done or none") {
   run_together(6, [](int caller) {
     for (int round = 0; round < 200; ++round) run_and_check(static_cast<std::size_t>(1 + (caller + round) % 40), 4);
   });
+}
+
+TEST("a job too small for its caller to wake parked workers is left to it, unless it follows another closely") {
+  Team::instance().set_threads(2);
+  while (run_and_check(4, 2, false)) std::this_thread::yield();  // until a pause made it no burst
+  CHECK(run_and_check(4, 2, true));
+  CHECK(!run_and_check(4, 1, true));
+  CHECK(!run_and_check(1, 2, true));
+  Team::instance().set_threads(0);
 }
 
 TEST("a snapshot on several threads has the source's bytes and nothing past them") {
