@@ -23,6 +23,7 @@
 #include "copy_plan.h"
 #include "device.h"
 #include "offsets.h"
+#include "slab_memory.h"
 
 namespace pinstage {
 
@@ -30,13 +31,6 @@ class Pool;
 
 enum class SlotState : std::uint8_t { kFree, kOpen, kInFlight, kHeld, kParked, kCaptured, kQuarantined };
 inline constexpr int kSlotStates = 7;
-
-struct SlabMemory {
-  char* data = nullptr;
-  std::uint64_t nbytes = 0;
-  bool pageable = false;
-};
-void free_slab(Device& device, const SlabMemory& memory) noexcept;
 
 struct Slot;
 
@@ -184,6 +178,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   Slot* place(std::uint64_t nbytes, bool owned);
   Slot* take_slowly(std::uint64_t nbytes, const Wait& wait, bool block, bool owned);
   std::uint64_t slab_size(std::uint64_t nbytes, std::uint64_t capacity) const noexcept;
+  Status allocate(std::uint64_t nbytes, SlabMemory* out);
   bool grow(std::uint64_t nbytes);
   void add_slab(const SlabMemory& memory, Status status, std::uint64_t capacity);
   std::uint64_t free_empty_slabs(std::uint64_t enough);
@@ -204,6 +199,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   const PoolOptions options_;
 
   std::mutex growth_;  // one thread grows or trims at a time; taken before the device's mutex, never with the GIL
+  bool may_register_ = true;  // guarded by growth_
 
   // Guarded by device_->mutex():
   std::vector<std::unique_ptr<Slab>> slabs_;

@@ -3,7 +3,6 @@
 //
 // The pool's pinned memory: growing, trimming, giving back.
 #include <algorithm>
-#include <cstdlib>
 
 #include "pool.h"
 
@@ -14,38 +13,16 @@ using Guard = std::lock_guard<std::mutex>;
 
 constexpr std::uint64_t kPage = 4096;
 
-SlabMemory allocate_slab(const Device& device, std::uint64_t nbytes, bool pageable, Status* status) {
-  void* data = nullptr;
-  if (pageable) {
-    *status = posix_memalign(&data, kPage, nbytes) == 0 ? status::kSuccess : status::kOutOfMemory;
-  } else {
-    const Device::Relaxed relaxed(device);
-    *status = device.driver().mem_host_alloc(&data, nbytes, kHostAllocPortable | kHostAllocDeviceMap);
-  }
-  return {static_cast<char*>(data), nbytes, pageable};
-}
-
 }  // namespace
-
-void free_slab(Device& device, const SlabMemory& memory) noexcept {
-  if (memory.pageable) {
-    std::free(memory.data);
-    return;
-  }
-  Status status;
-  {
-    const Device::Relaxed relaxed(device);
-    status = device.driver().mem_free_host(memory.data);
-  }
-  if (status == status::kSuccess || is_fatal(status)) return;
-  const Guard lock(device.mutex());
-  device.discard(memory);  // the next sweep tries again
-}
 
 // Whole pages, unless only less than a page more is allowed.
 std::uint64_t Pool::slab_size(std::uint64_t nbytes, std::uint64_t capacity) const noexcept {
   const std::uint64_t pages = (nbytes + kPage - 1) & ~(kPage - 1);
   return capacity + pages <= options_.max_bytes ? pages : Offsets::round_up(nbytes);
+}
+
+Status Pool::allocate(std::uint64_t nbytes, SlabMemory* out) {
+  return options_.pageable ? allocate_pageable(nbytes, out) : allocate_pinned(*device_, nbytes, &may_register_, out);
 }
 
 // True when it is worth trying to place again.
@@ -70,11 +47,11 @@ bool Pool::grow(std::uint64_t nbytes) {
   const std::uint64_t smallest = slab_size(nbytes, capacity);
   const std::uint64_t doubled = std::max({nbytes, capacity, options_.initial_bytes});
   std::uint64_t size = std::max(smallest, slab_size(std::min(doubled, limit - capacity), capacity));
-  Status status;
-  SlabMemory memory = allocate_slab(*device_, size, options_.pageable, &status);
+  SlabMemory memory;
+  Status status = allocate(size, &memory);
   if (status != status::kSuccess && size > smallest) {
     size = smallest;
-    memory = allocate_slab(*device_, size, options_.pageable, &status);
+    status = allocate(size, &memory);
   }
   add_slab(memory, status, capacity);
   return true;
@@ -146,8 +123,8 @@ void Pool::reserve(std::uint64_t nbytes) {
   }
   if (nbytes <= capacity) return;
   const std::uint64_t size = slab_size(nbytes - capacity, capacity);
-  Status status;
-  const SlabMemory memory = allocate_slab(*device_, size, options_.pageable, &status);
+  SlabMemory memory;
+  const Status status = allocate(size, &memory);
   add_slab(memory, status, capacity);
 }
 

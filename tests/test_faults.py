@@ -279,7 +279,7 @@ def test_refused_slab_is_tried_smaller_before_giving_up(dev):
 @pytest.mark.parametrize(("fails", "times"), [("cuMemcpyHtoDAsync", 1), ("cuEventCreate", 1), ("cuMemHostAlloc", 2)])
 def test_copy_that_enqueued_nothing_gives_its_slot_back(dev, fails, times, dtype):
     """Case 25."""
-    pool = pinstage.StagingPool(dev)
+    pool = pinstage.StagingPool(dev, initial_bytes=64 * KB)
     dev.fail(fails, times=times)
     with pytest.raises(DriverError, match=f"{fails} failed"):
         pinstage.copy_(dev.empty(64), torch.ones(64, dtype=dtype), pool=pool)

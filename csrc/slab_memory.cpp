@@ -1,0 +1,117 @@
+// Copyright (c) 2026 The pinstage authors.
+// SPDX-License-Identifier: Apache-2.0
+#include "slab_memory.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <mutex>
+
+#include "team.h"
+
+namespace pinstage {
+namespace {
+
+constexpr std::uint64_t kPage = 4096;
+constexpr std::uint64_t kHugePage = 2 << 20;
+// Below a few huge pages there is nothing to share out.
+constexpr std::uint64_t kMinRegistered = 8 << 20;
+
+constexpr std::uint64_t round_up(std::uint64_t nbytes, std::uint64_t unit) noexcept {
+  return (nbytes + unit - 1) / unit * unit;
+}
+
+// Whole pages on a border of huge pages, or null. Cleared pages appear when they are first touched.
+char* map_pages(std::uint64_t nbytes) noexcept {
+  const std::uint64_t mapped = nbytes + kHugePage - kPage;
+  void* const p = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) return nullptr;
+  char* const first = static_cast<char*>(p);
+  const std::uint64_t before =
+      round_up(reinterpret_cast<std::uintptr_t>(p), kHugePage) - reinterpret_cast<std::uintptr_t>(p);
+  char* const data = first + before;
+  if (before > 0) munmap(first, before);
+  if (mapped - before > nbytes) munmap(data + nbytes, mapped - before - nbytes);
+  // A forked child does not share these pages: had it a copy-on-write claim to them, this process could be the one that
+  // gets the copies, and the device would read the originals.
+  if (madvise(data, nbytes, MADV_DONTFORK) != 0) {
+    munmap(data, nbytes);
+    return nullptr;
+  }
+  madvise(data, nbytes, MADV_HUGEPAGE);  // a kernel without them has small ones
+  return data;
+}
+
+struct TouchJob {
+  char* data;
+  std::uint64_t nbytes;
+
+  static void run(void* self, std::int64_t index) noexcept {
+    const auto& job = *static_cast<const TouchJob*>(self);
+    const std::uint64_t begin = static_cast<std::uint64_t>(index) * kHugePage;
+    const std::uint64_t end = std::min(begin + kHugePage, job.nbytes);
+    for (std::uint64_t at = begin; at < end; at += kPage) *const_cast<volatile char*>(job.data + at) = 0;
+  }
+};
+
+}  // namespace
+
+Status allocate_pinned(const Device& device, std::uint64_t nbytes, bool* may_register, SlabMemory* out) {
+  *out = {nullptr, nbytes, SlabKind::kAllocated};
+  if (*may_register && nbytes >= kMinRegistered) {
+    const std::uint64_t pages = round_up(nbytes, kPage);
+    if (char* const data = map_pages(pages)) {
+      TouchJob job{data, pages};
+      Team& team = Team::instance();
+      team.run(static_cast<std::int64_t>(round_up(pages, kHugePage) / kHugePage), team.threads(), true, &TouchJob::run,
+               &job);
+      Status status;
+      {
+        const Device::Relaxed relaxed(device);
+        status = device.driver().mem_host_register(data, pages, kHostAllocPortable | kHostAllocDeviceMap);
+      }
+      if (status == status::kSuccess) {
+        out->data = data;
+        out->kind = SlabKind::kRegistered;
+        return status;
+      }
+      munmap(data, pages);
+      if (status == status::kNotSupported) *may_register = false;
+    }
+  }
+  void* data = nullptr;
+  const Device::Relaxed relaxed(device);
+  const Status status = device.driver().mem_host_alloc(&data, nbytes, kHostAllocPortable | kHostAllocDeviceMap);
+  out->data = static_cast<char*>(data);
+  return status;
+}
+
+Status allocate_pageable(std::uint64_t nbytes, SlabMemory* out) noexcept {
+  void* data = nullptr;
+  const bool got = posix_memalign(&data, kPage, nbytes) == 0;
+  *out = {static_cast<char*>(data), nbytes, SlabKind::kPageable};
+  return got ? status::kSuccess : status::kOutOfMemory;
+}
+
+void free_slab(Device& device, const SlabMemory& memory) noexcept {
+  if (memory.kind == SlabKind::kPageable) {
+    std::free(memory.data);
+    return;
+  }
+  Status status;
+  {
+    const Device::Relaxed relaxed(device);
+    status = memory.kind == SlabKind::kRegistered ? device.driver().mem_host_unregister(memory.data)
+                                                  : device.driver().mem_free_host(memory.data);
+  }
+  if (status == status::kSuccess) {
+    if (memory.kind == SlabKind::kRegistered) munmap(memory.data, round_up(memory.nbytes, kPage));
+    return;
+  }
+  if (is_fatal(status)) return;
+  const std::lock_guard<std::mutex> lock(device.mutex());
+  device.discard(memory);  // the next sweep tries again
+}
+
+}  // namespace pinstage
