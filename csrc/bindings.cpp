@@ -356,6 +356,7 @@ NB_MODULE(_core, m) {
           "The StagingPool of copies without a pool of their own; None at first and once it was closed.")
       .def("shutdown", &PyDevice::shutdown);
 
+  m.attr("PIECES_IN_FLIGHT") = kPiecesInFlight;
   nb::class_<PyPool>(m, "Pool")
       .def(
           "__init__",
@@ -383,6 +384,13 @@ NB_MODULE(_core, m) {
              const ReleasedGil no_gil;
              self.pool->close(wait_for({}));
            })
+      .def(
+          "_piece_bytes", [](const PyPool& self, std::uint64_t nbytes) { return self.pool->piece_bytes(nbytes); },
+          "nbytes"_a, "Bytes of the slots that a snapshot of `nbytes` goes through.")
+      .def_prop_rw(
+          "_most_piece_bytes", [](const PyPool& self) { return self.pool->most_piece_bytes; },
+          [](PyPool& self, std::uint64_t nbytes) { self.pool->most_piece_bytes = nbytes; },
+          "For tests and measurements.")
       .def("_stats", &stats_of, nb::sig("def _stats(self) -> tuple[typing.Any, ...]"))
       .def("_consistent", [](PyPool& self) { return self.pool->consistent(); }, "I1 and I2 hold. For tests.");
 

@@ -71,6 +71,41 @@ bool plan_copy(int ndim, const std::int64_t* shape, const std::int64_t* strides,
   return plan->repeats <= kMaxRepeats;
 }
 
+PlanPieces::PlanPieces(const CopyPlan& whole, std::size_t most, std::size_t grain) noexcept
+    : whole_(whole),
+      extent_{whole.repeats, whole.depth, whole.height, whole.width},
+      nbytes_{whole.width * whole.height * whole.depth, whole.width * whole.height, whole.width, 1},
+      stride_{whole.repeat_stride, static_cast<std::int64_t>(whole.pitch * whole.slice_rows),
+              static_cast<std::int64_t>(whole.pitch), 1} {
+  while (nbytes_[level_] > most) outer_ *= extent_[level_++];
+  std::size_t steps = std::max<std::size_t>(most / nbytes_[level_], 1);
+  if (level_ < kLevels - 1 || grain > steps) grain = 1;
+  steps -= steps % grain;
+  parts_ = (extent_[level_] + steps - 1) / steps;
+  const std::size_t even = (extent_[level_] + parts_ - 1) / parts_;
+  step_ = (even + grain - 1) / grain * grain;
+  parts_ = (extent_[level_] + step_ - 1) / step_;
+}
+
+PlanPieces::Piece PlanPieces::at(std::size_t i) const noexcept {
+  const std::size_t first = i % parts_ * step_;
+  std::size_t outer = i / parts_;
+  std::size_t steps[kLevels] = {1, 1, 1, 1};
+  steps[level_] = std::min(step_, extent_[level_] - first);
+  std::copy(extent_ + level_ + 1, extent_ + kLevels, steps + level_ + 1);
+  Piece piece{whole_, (outer * extent_[level_] + first) * nbytes_[level_],
+              static_cast<std::int64_t>(first) * stride_[level_]};
+  piece.plan.repeats = steps[0];
+  piece.plan.depth = steps[1];
+  piece.plan.height = steps[2];
+  piece.plan.width = steps[3];
+  for (int level = level_ - 1; level >= 0; --level) {
+    piece.dst_offset += static_cast<std::int64_t>(outer % extent_[level]) * stride_[level];
+    outer /= extent_[level];
+  }
+  return piece;
+}
+
 Status enqueue_copy(const Driver& driver, const CopyPlan& plan, DevicePtr dst, const char* src, Stream stream,
                     std::size_t* enqueued, const char** call) noexcept {
   const std::size_t step = plan.width * plan.height * plan.depth;

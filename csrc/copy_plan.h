@@ -29,6 +29,31 @@ struct CopyPlan {
 // hardware's.
 bool plan_copy(int ndim, const std::int64_t* shape, const std::int64_t* strides, std::size_t itemsize, CopyPlan* plan);
 
+// A plan cut into plans of at most `most` bytes, in the order of the slot's dense bytes: along the outermost extent of
+// which one step fits, in even parts. Runs of bytes are cut at multiples of `grain`, where that many fit.
+class PlanPieces {
+ public:
+  PlanPieces(const CopyPlan& whole, std::size_t most, std::size_t grain) noexcept;
+
+  struct Piece {
+    CopyPlan plan;
+    std::size_t begin;        // of its bytes among the dense ones
+    std::int64_t dst_offset;  // of its first byte from that of the whole
+  };
+  std::size_t count() const noexcept { return outer_ * parts_; }
+  Piece at(std::size_t i) const noexcept;
+
+ private:
+  static constexpr int kLevels = 4;  // repeats, depth, height, width
+
+  CopyPlan whole_;
+  std::size_t extent_[kLevels], nbytes_[kLevels];  // steps of a level, dense bytes of one
+  std::int64_t stride_[kLevels];                   // bytes between steps at the destination
+  int level_ = 0;                                  // the one that is cut
+  std::size_t step_, parts_;                       // its steps in a piece, its pieces
+  std::size_t outer_ = 1;                          // steps of the levels above, together
+};
+
 // Enqueues the plan. *enqueued counts the copies that the driver took, also when a later one failed.
 Status enqueue_copy(const Driver& driver, const CopyPlan& plan, DevicePtr dst, const char* src, Stream stream,
                     std::size_t* enqueued, const char** call) noexcept;

@@ -99,7 +99,7 @@ bool rows_on_lines(const Gather& g) noexcept {
 Regime choose_regime(const Gather& g, Isa isa) noexcept {
   if (g.row_bytes < static_cast<std::int64_t>(kernels::kMinBlockRow)) return short_regime(g.row_bytes);
   const Thresholds t = thresholds(isa);
-  if (g.outer * g.count * g.row_bytes >= t.stream_output) {
+  if (!g.cached && g.outer * g.count * g.row_bytes >= t.stream_output) {
     const bool on_lines = rows_on_lines(g);
     if (on_lines && g.row_bytes <= t.stream_short_row) return Regime::kStream;
     if (g.row_bytes >= (on_lines ? t.stream_long_row : kStreamUnalignedRow)) return Regime::kStreamLong;

@@ -23,6 +23,7 @@ struct Gather {
   std::int64_t index_stride;
   bool index_is_64;
   std::int64_t count;
+  bool cached = false;  // the output shall stay in the cache, where DMA reads it next: plain stores at any size
 };
 
 // Position of the first index outside [0, rows), or -1 when all are inside.

@@ -258,6 +258,13 @@ Slot* RecentSlots::pop() noexcept {
   return nullptr;
 }
 
+std::uint64_t Pool::piece_bytes(std::uint64_t nbytes) const noexcept {
+  // A pool that raises when it is full never waits, and takes a snapshot whole or not at all.
+  if (nbytes <= std::min(most_piece_bytes, options_.max_bytes) || !options_.wait_when_full) return nbytes;
+  const std::uint64_t share = options_.max_bytes / kPiecesInFlight & ~(Offsets::kGranule - 1);
+  return std::min(most_piece_bytes, std::max(share, Offsets::kGranule));
+}
+
 // --- maintenance ---
 
 // Synchronizes the context, then frees the slots that were PARKED before: whoever read them has ended. growth_ is held.

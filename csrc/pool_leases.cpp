@@ -52,9 +52,9 @@ void Pool::undo(const Prepared& prepared) noexcept {
   fence_passed(prepared.slot);
 }
 
-void Pool::finish(const Prepared& prepared, const CopyPlan& plan, DevicePtr dst, Stream stream) {
+void Pool::finish(const Prepared& prepared, const CopyPlan& plan, DevicePtr dst, Stream stream, Ticket* ticket) {
   const char* call = "";
-  const Status status = copy_and_record(prepared.slot, prepared.reserved, plan, dst, stream, nullptr, &call);
+  const Status status = copy_and_record(prepared.slot, prepared.reserved, plan, dst, stream, ticket, &call);
   device_->check(status, call, kAfterFailedCopy);
 }
 

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "stage.h"
 
+#include "bulk.h"
 #include "team.h"
 
 namespace pinstage {
@@ -9,11 +10,28 @@ namespace pinstage {
 void stage_copy(Pool& pool, const CopyPlan& plan, const TensorView& dst, const TensorView& src, Stream stream,
                 const Wait& wait) {
   const std::size_t nbytes = plan.nbytes();
+  const std::size_t piece = pool.piece_bytes(nbytes);
+  if (piece < nbytes) {
+    constexpr std::size_t kPage = 4096;
+    stage_in_pieces(
+        pool, plan, reinterpret_cast<DevicePtr>(dst.data), stream, wait, piece, kPage,
+        [&](char* slot, std::size_t begin, std::size_t n) { copy_bytes_in_parallel(slot, src.data + begin, n); });
+    return;
+  }
   pool.stage(nbytes, plan, reinterpret_cast<DevicePtr>(dst.data), stream, wait,
              [&](char* slot) { copy_bytes_in_parallel(slot, src.data, nbytes); });
 }
 
 void stage_rows(Pool& pool, const CopyPlan& plan, char* dst, Gather rows, Stream stream, const Wait& wait) {
+  const std::size_t piece = pool.piece_bytes(plan.nbytes());
+  if (piece < plan.nbytes()) {
+    rows.cached = Team::instance().threads() > 1;
+    stage_in_pieces(pool, plan, reinterpret_cast<DevicePtr>(dst), stream, wait, piece,
+                    static_cast<std::size_t>(rows.row_bytes), [&](char* slot, std::size_t begin, std::size_t n) {
+                      gather_part(rows, static_cast<std::int64_t>(begin), static_cast<std::int64_t>(begin + n), slot);
+                    });
+    return;
+  }
   pool.stage(plan.nbytes(), plan, reinterpret_cast<DevicePtr>(dst), stream, wait, [&](char* slot) {
     rows.dst = slot;
     gather_in_parallel(rows);

@@ -217,6 +217,8 @@ class Device:
 
     def shutdown(self) -> None: ...
 
+PIECES_IN_FLIGHT: int = 4
+
 class Pool:
     def __init__(self, device: Device, initial_bytes: int, max_bytes: int, wait_when_full: bool, warn_on_wait: bool, pageable: bool) -> None: ...
 
@@ -229,6 +231,16 @@ class Pool:
     def _reserve(self, nbytes: int) -> None: ...
 
     def _close(self) -> None: ...
+
+    def _piece_bytes(self, nbytes: int) -> int:
+        """Bytes of the slots that a snapshot of `nbytes` goes through."""
+
+    @property
+    def _most_piece_bytes(self) -> int:
+        """For tests and measurements."""
+
+    @_most_piece_bytes.setter
+    def _most_piece_bytes(self, arg: int, /) -> None: ...
 
     def _stats(self) -> tuple[Any, ...]: ...
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pinstage import _core
+from pinstage.bulk import Region, snapshot
 from pinstage.devices import holding
 from pinstage.dtypes import stageable
 from pinstage.gather import as_host_tensor, as_index, check_rows, gather_rows
@@ -23,6 +24,11 @@ def copy_(dst: torch.Tensor, src: Any, non_blocking: bool = True, *, pool: Stagi
     stream of dst's device. What torch takes is taken: any CPU source (pageable or pinned, strided, expanded, of another
     dtype, a NumPy array), any destination. Copies that are not host to device go to torch as they are.
 
+    A source of more than 8 MB (or than the pool) goes in pieces of at most 8 MB and a quarter of the pool's max_bytes:
+    the device reads one while the next is written, and at most four are in flight. So one of more than 32 MB waits for
+    the stream to reach it. An error or Ctrl-C in the middle leaves dst with a mixture of old and new bytes, and the
+    pool whole.
+
     Args:
         dst: tensor on a CUDA device, of any strides and dtype.
         src: tensor or NumPy array that broadcasts to dst's shape.
@@ -35,7 +41,7 @@ def copy_(dst: torch.Tensor, src: Any, non_blocking: bool = True, *, pool: Stagi
     Raises:
         RuntimeError: shapes that do not broadcast, and all else that ``Tensor.copy_`` refuses, as torch raises it.
         CaptureError: the stream is being captured into a CUDA graph. Nothing was enqueued.
-        PoolExhausted: no room in the pool, see `StagingPool.lease`.
+        PoolExhausted: no room in the pool, see `StagingPool.lease`. Larger than max_bytes, with ``when_full="raise"``.
         ValueError: `pool` is of another device than dst.
         DriverError: the driver refused.
 
@@ -64,7 +70,7 @@ def copy_(dst: torch.Tensor, src: Any, non_blocking: bool = True, *, pool: Stagi
         return _leave_to_torch(dst, src, non_blocking=False)
     if not _core.try_copy(dst, src, pool):
         with torch.no_grad():
-            pool._snapshot(dst, lambda slot: slot.copy_(src))
+            snapshot(pool, dst, lambda slot, region: slot.copy_(_part(src, dst, region)))
     if not non_blocking:
         device.fence(device.current_stream).wait()
     return dst
@@ -90,6 +96,19 @@ def _leave_to_torch(dst: torch.Tensor, src: torch.Tensor, non_blocking: bool) ->
         if device is not None and device.simulation is not None:
             device.fence(device.current_stream).wait()
     return dst.copy_(src, non_blocking=non_blocking)
+
+
+def _part(src: torch.Tensor, dst: torch.Tensor, region: Region | None) -> torch.Tensor:
+    """What goes to ``dst[region]``."""
+    return src if region is None else src.expand(dst.shape)[region]
+
+
+def _gather_part(slot: torch.Tensor, src: torch.Tensor, index: torch.Tensor, dim: int, region: Region | None) -> None:
+    """Gathers what goes to a region of the result."""
+    if region is not None:
+        index = index[region[dim]] if dim < len(region) else index
+        src = src[tuple(slice(None) if i == dim else part for i, part in enumerate(region))]
+    gather_rows(src, index, dim=dim, out=slot)
 
 
 def _broadcasts(src: torch.Tensor, dst: torch.Tensor) -> bool:
@@ -133,7 +152,7 @@ def copy_rows_(
     """Copies rows of a host table: ``dst.narrow(dim, 0, len(index)) <- src.index_select(dim, index)``.
 
     The rows are gathered straight into a pinned slot; `src` and `index` may be written as soon as the call returns
-    (contract: snapshot), but not by another thread before.
+    (contract: snapshot), but not by another thread before. Many rows go in pieces, as a large source of `copy_` does.
 
     Args:
         dst: tensor on a CUDA device, of src's dtype and of its shape except along `dim`, where it has at least
@@ -150,7 +169,8 @@ def copy_rows_(
         IndexError: an index is negative or past the table (the message names the first and its place), or a bad `dim`.
         ValueError: shapes or dtypes that do not fit, dst too small, or a pool of another device.
         TypeError: an index that is not of integers.
-        CaptureError, PoolExhausted, DriverError: as `copy_`. Whatever is raised, dst was not written.
+        CaptureError, PoolExhausted, DriverError: as `copy_`.
+        Whatever is raised, dst was not written, unless the message says that pieces were enqueued before.
 
     Example:
         >>> import torch, pinstage
@@ -180,5 +200,5 @@ def copy_rows_(
         return dst
     if _torch_must_see(part, src):
         return _leave_to_torch(part, gather_rows(src, index, dim=dim), non_blocking=False)
-    pool._snapshot(part, lambda slot: gather_rows(src, index, dim=dim, out=slot))
+    snapshot(pool, part, lambda slot, region: _gather_part(slot, src, index, dim, region))
     return dst

@@ -46,7 +46,7 @@ class PoolStats:
         slabs: pinned allocations that the pool holds now.
         host_allocations: pinned allocations made so far.
         events_created: CUDA events made so far on this device.
-        copies: copies submitted so far.
+        copies: copies submitted so far; of a large one, its pieces.
         waits: leases and copies that had to wait for room, so far.
         wait_seconds: time that they waited.
         pageable: the memory is not pinned (``PINSTAGE_PINNED=never``).
@@ -274,7 +274,8 @@ class StagingPool(_core.Pool):
         initial_bytes: size of the first slab, pinned when first needed; further slabs double the capacity.
         max_bytes: most to pin, in bytes. None: ``PINSTAGE_MAX_BYTES``, or an eighth of the memory that the process may
             use, shared among the node's local ranks; a wait for that default limit warns once.
-        when_full: "wait" for the device to read older slots, or "raise" `PoolExhausted`.
+        when_full: "wait" for the device to read older slots, or "raise" `PoolExhausted`. A pool that raises takes each
+            copy whole or not at all: it never sends a large one in pieces, see `copy_`.
 
     Raises:
         ValueError: sizes that are not positive, or an unknown `when_full`.
@@ -361,12 +362,12 @@ class StagingPool(_core.Pool):
         lease = self._take(sizes, code_of(dtype), timeout, block, owned)
         return None if lease is None else Lease(self, lease, sizes, dtype)
 
-    def _snapshot(self, dst: torch.Tensor, fill: Callable[[torch.Tensor], object]) -> None:
+    def _snapshot(self, dst: torch.Tensor, fill: Callable[[torch.Tensor], object]) -> Ticket:
         """Stages what `fill` writes into a slot of dst's shape and dtype, and copies it to `dst`."""
         lease = self.lease(tuple(dst.shape), dst.dtype)
         try:
             fill(lease.tensor)
-            lease.copy_to(dst)
+            return lease.copy_to(dst)
         except BaseException:
             if not lease._lease.declared():
                 lease.cancel()
@@ -399,7 +400,8 @@ class StagingPool(_core.Pool):
         """Pins memory ahead of time, so that the steady state pins none.
 
         Args:
-            nbytes: the capacity wanted, in bytes; what is missing is pinned as one slab.
+            nbytes: the capacity wanted, in bytes; what is missing is pinned as one slab. From 8 MB on its pages are
+                made by several threads (`set_num_threads`), on huge pages where the system has some.
 
         Raises:
             PoolExhausted: more than max_bytes.
