@@ -38,7 +38,8 @@ class Scenario:
         for _ in range(2):
             for step in (
                 self.copy, self.copy, self.cast, self.transposed, self.rows, self.pitched, self.repeated, self.lease,
-                self.cancelled, self.retired, self.buffer, self.reserve, self.kept, self.reclaim, self.large, self.trim,
+                self.cancelled, self.retired, self.buffer, self.reserve, self.kept, self.reclaim, self.large, self.bulk,
+                self.bulk_cast, self.bulk_rows, self.trim,
             ):  # fmt: skip
                 self.value += 1
                 try:
@@ -86,6 +87,17 @@ class Scenario:
 
     def large(self):
         self.copied(self.dst((30 * KB,), torch.uint8), self.source((30 * KB,), torch.uint8))
+
+    def bulk(self):
+        self.copied(self.dst((18 * KB,)), self.source((18 * KB,)))
+
+    def bulk_cast(self):
+        self.copied(self.dst((18, KB)), self.source((18, KB), torch.int64))
+
+    def bulk_rows(self):
+        dst, source = self.dst((36, 600)), self.source((16, 600))
+        pinstage.copy_rows_(dst, source, [3, 1, 3, 0] * 9, pool=self.pool)
+        self.done(dst, source)
 
     def lease(self):
         dsts = self.dst(), self.dst()
