@@ -18,13 +18,18 @@ void* counted(void* p) {
 
 }  // namespace
 
-// The array and nothrow forms of the standard library call these.
+// The array forms of the standard library call these; its nothrow form does too, but not a sanitizer's.
 void* operator new(std::size_t nbytes) { return counted(std::malloc(nbytes > 0 ? nbytes : 1)); }
+void* operator new(std::size_t nbytes, const std::nothrow_t&) noexcept {
+  ++count;
+  return std::malloc(nbytes > 0 ? nbytes : 1);
+}
 void* operator new(std::size_t nbytes, std::align_val_t alignment) {
   const auto align = static_cast<std::size_t>(alignment);
   return counted(std::aligned_alloc(align, (nbytes + align - 1) / align * align));
 }
 void operator delete(void* p) noexcept { std::free(p); }
+void operator delete(void* p, const std::nothrow_t&) noexcept { std::free(p); }
 void operator delete(void* p, std::size_t) noexcept { std::free(p); }
 void operator delete(void* p, std::align_val_t) noexcept { std::free(p); }
 void operator delete(void* p, std::size_t, std::align_val_t) noexcept { std::free(p); }
