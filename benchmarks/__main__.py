@@ -10,6 +10,7 @@ import importlib
 import sys
 
 SUITES = {
+    "bulk": "large uploads of pageable blocks and rows, and the pinning of a new pool",
     "event_query": "what polling a fence costs, which is why fences are polled in batches",
     "overhead": "host time of copy_ against what users write today, and the driver floor",
 }
