@@ -3,6 +3,7 @@
 #include "bulk.h"
 
 #include <algorithm>
+#include <deque>
 #include <string>
 
 #include "team.h"
@@ -24,21 +25,29 @@ std::int64_t index_at(const Gather& g, std::int64_t i) noexcept {
 void stage_in_pieces(Pool& pool, const CopyPlan& plan, DevicePtr dst, Stream stream, const Wait& wait, std::size_t most,
                      std::size_t grain, const PieceFill& fill) {
   const PlanPieces pieces(plan, most, grain);
-  Ticket in_flight[kPiecesInFlight];
-  std::fill(std::begin(in_flight), std::end(in_flight), Ticket{pool.shared_device()});
-  std::size_t enqueued = 0;
+  struct InFlight {
+    Ticket ticket;
+    std::size_t nbytes;
+  };
+  std::deque<InFlight> in_flight;
+  std::size_t in_flight_bytes = 0, enqueued = 0;
   try {
     for (std::size_t i = 0; i < pieces.count(); ++i) {
-      Ticket& ticket = in_flight[i % kPiecesInFlight];
-      if (i >= kPiecesInFlight) ticket.wait(wait);
+      const PlanPieces::Piece piece = pieces.at(i);
+      const std::size_t nbytes = piece.plan.nbytes();
+      while (!in_flight.empty() && in_flight_bytes + nbytes > kPiecesInFlight * most) {
+        in_flight.front().ticket.wait(wait);
+        in_flight_bytes -= in_flight.front().nbytes;
+        in_flight.pop_front();
+      }
       if (i % kPiecesPerSignalCheck == kPiecesPerSignalCheck - 1 && wait.interrupted != nullptr && wait.interrupted()) {
         throw Interrupted{};
       }
-      const PlanPieces::Piece piece = pieces.at(i);
-      const std::size_t nbytes = piece.plan.nbytes();
+      in_flight.push_back({Ticket{pool.shared_device()}, nbytes});
       pool.stage(
           nbytes, piece.plan, dst + static_cast<DevicePtr>(piece.dst_offset), stream, wait,
-          [&](char* slot) { fill(slot, piece.begin, nbytes); }, &ticket);
+          [&](char* slot) { fill(slot, piece.begin, nbytes); }, &in_flight.back().ticket);
+      in_flight_bytes += nbytes;
       enqueued += nbytes;
     }
   } catch (const Error& error) {

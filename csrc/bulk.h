@@ -6,8 +6,8 @@
 //   the team     writes piece i+1 ─────▶ writes piece i+2 ─────▶ ...
 //   copy engine  reads piece i ────────▶ reads piece i+1 ──────▶ ...
 //
-// Each piece has its slot and its fence, as a snapshot of its own has; a slot is used again by its fence alone. At most
-// kPiecesInFlight pieces of one snapshot are in flight: from the next one on, the call waits for its own oldest, so
+// Each piece has its slot and its fence, as a snapshot of its own has; a slot is used again by its fence alone. The
+// bytes of kPiecesInFlight pieces of one snapshot may be in flight: then the call waits for its own oldest piece, so
 // that neither the pool grows with the source, nor is it drained of room for others. A call that waits holds no slot
 // that is not in flight, so that callers which share a small pool cannot block one another.
 //

@@ -261,8 +261,12 @@ Slot* RecentSlots::pop() noexcept {
 std::uint64_t Pool::piece_bytes(std::uint64_t nbytes) const noexcept {
   // A pool that raises when it is full never waits, and takes a snapshot whole or not at all.
   if (nbytes <= std::min(most_piece_bytes, options_.max_bytes) || !options_.wait_when_full) return nbytes;
-  const std::uint64_t share = options_.max_bytes / kPiecesInFlight & ~(Offsets::kGranule - 1);
-  return std::min(most_piece_bytes, std::max(share, Offsets::kGranule));
+  const std::uint64_t of_pool =
+      std::max(options_.max_bytes / kPiecesInFlight & ~(Offsets::kGranule - 1), Offsets::kGranule);
+  // The device waits for the first piece to be written, so a source of a few large pieces goes in smaller ones: a
+  // quarter, and thus all of it in flight at once, up to a multiple that suits every way to cut it.
+  const std::uint64_t of_source = (nbytes / kPiecesInFlight | (kPieceGrain - 1)) + 1;
+  return std::min({most_piece_bytes, of_pool, of_source});
 }
 
 // --- maintenance ---

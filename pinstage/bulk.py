@@ -63,18 +63,21 @@ def snapshot(pool: StagingPool, dst: torch.Tensor, fill: Callable[[torch.Tensor,
         pool._snapshot(dst, lambda slot: fill(slot, None))
         return
 
-    def stage(region: Region) -> int:
-        piece = dst[region]
-        in_flight.append(pool._snapshot(piece, lambda slot: fill(slot, region)))
-        return piece.numel() * piece.element_size()
+    def stage(region: Region, piece: torch.Tensor) -> Ticket:
+        return pool._snapshot(piece, lambda slot: fill(slot, region))
 
-    in_flight: deque[Ticket] = deque()
-    enqueued = 0
+    in_flight: deque[tuple[Ticket, int]] = deque()
+    enqueued = done = 0
     try:
         for region in regions(tuple(dst.shape), dst.element_size(), most):
-            if len(in_flight) == _core.PIECES_IN_FLIGHT:
-                in_flight.popleft().wait()
-            enqueued += stage(region)
+            piece = dst[region]
+            size = piece.numel() * piece.element_size()
+            while in_flight and enqueued - done + size > _core.PIECES_IN_FLIGHT * most:
+                ticket, read = in_flight.popleft()
+                ticket.wait()
+                done += read
+            in_flight.append((stage(region, piece), size))
+            enqueued += size
     except PinstageError as error:
         if enqueued:
             mixture = (

@@ -24,10 +24,10 @@ def copy_(dst: torch.Tensor, src: Any, non_blocking: bool = True, *, pool: Stagi
     stream of dst's device. What torch takes is taken: any CPU source (pageable or pinned, strided, expanded, of another
     dtype, a NumPy array), any destination. Copies that are not host to device go to torch as they are.
 
-    A source of more than 8 MB (or than the pool) goes in pieces of at most 8 MB and a quarter of the pool's max_bytes:
-    the device reads one while the next is written, and at most four are in flight. So one of more than 32 MB waits for
-    the stream to reach it. An error or Ctrl-C in the middle leaves dst with a mixture of old and new bytes, and the
-    pool whole.
+    A source of more than 8 MB, or than the pool, goes in pieces (of 2 to 8 MB; of less where max_bytes is below 32 MB):
+    the device reads one while the next is written, and no more than 32 MB (or max_bytes) of it are in flight. A larger
+    one therefore waits until the stream has come that far. An error or Ctrl-C in the middle leaves the pool whole, and
+    dst with a mixture of old and new bytes.
 
     Args:
         dst: tensor on a CUDA device, of any strides and dtype.

@@ -19,7 +19,7 @@ from pinstage import CaptureError, DriverError, PoolExhausted, _core
 from pinstage.bulk import regions
 from pinstage.testing import SimulatedDevice, latch
 
-KB = 1024
+KB, MB = 1 << 10, 1 << 20
 SCHEDULES = ["late", "eager", "random"]
 
 
@@ -162,6 +162,23 @@ def test_snapshot_waits_for_its_own_oldest_piece(rig, name):
     assert pool.stats().waits == 0  # nobody lacked room
 
 
+@pytest.mark.both  # no control: the two copies are far from filling the pool
+@pytest.mark.parametrize("name", ["dense", "cast", "rows"])
+def test_source_of_32_mb_does_not_wait_for_the_stream(rig, name):
+    """Case 28. Rows of 3.6 MB make five pieces: it is bytes that count."""
+    pool, dst = rig.pool(), rig.filled((9, 910 * KB), torch.int32, 0)
+    src, index = numbers(9, 910 * KB), torch.arange(8, -1, -1)
+    expected = src.flip(0) if name == "rows" else src.clone()
+    with rig.stream(), rig.gate():
+        if name == "rows":
+            pinstage.copy_rows_(dst, src, index, pool=pool)
+        else:
+            pinstage.copy_(dst, src if name == "dense" else src.long(), pool=pool)
+        src.zero_()
+    assert pool.stats().copies == (4 if name == "dense" else 5)
+    rig.expect(dst, expected)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_random_copies_arrive_whole(seed):
     """Shapes, pitches, piece sizes and schedules by the seed."""
@@ -201,6 +218,25 @@ def test_pieces_are_even_and_each_has_one_copy_and_one_fence(dev):
     assert pool.stats().high_water_bytes == 1 << 18
     pinstage.copy_(dst[:65537], torch.zeros(65537, dtype=torch.uint8), pool=pool)
     assert pool.stats().copies == 6
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "max_bytes", "piece"),
+    [
+        (8 * MB, 1 << 30, 8 * MB),  # one slot
+        (8 * MB + 1, 1 << 30, 2 * MB + 64 * KB),
+        (29 * MB, 1 << 30, 7 * MB + 320 * KB),  # in flight as a whole: it never waits
+        (1 << 30, 1 << 30, 8 * MB),
+        (1 << 30, 16 * MB, 4 * MB),
+        (16 * MB, 16 * MB, 4 * MB),
+        (4 * MB, 4 * MB, 4 * MB),
+        (4 * MB + 1, 4 * MB, MB),
+        (257, 256, 256),
+    ],
+)
+def test_pieces_fit_the_source_and_the_pool(dev, nbytes, max_bytes, piece):
+    assert pinstage.StagingPool(dev, max_bytes=max_bytes)._piece_bytes(nbytes) == piece
+    assert pinstage.StagingPool(dev, max_bytes=max_bytes, when_full="raise")._piece_bytes(nbytes) == nbytes
 
 
 @pytest.mark.parametrize(
