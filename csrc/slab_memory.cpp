@@ -3,6 +3,7 @@
 #include "slab_memory.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -13,7 +14,6 @@
 namespace pinstage {
 namespace {
 
-constexpr std::uint64_t kPage = 4096;
 constexpr std::uint64_t kHugePage = 2 << 20;
 // Below a few huge pages there is nothing to share out.
 constexpr std::uint64_t kMinRegistered = 8 << 20;
@@ -22,9 +22,14 @@ constexpr std::uint64_t round_up(std::uint64_t nbytes, std::uint64_t unit) noexc
   return (nbytes + unit - 1) / unit * unit;
 }
 
+std::uint64_t page_bytes() noexcept {
+  static const auto nbytes = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+  return nbytes;
+}
+
 // Whole pages on a border of huge pages, or null. Cleared pages appear when they are first touched.
 char* map_pages(std::uint64_t nbytes) noexcept {
-  const std::uint64_t mapped = nbytes + kHugePage - kPage;
+  const std::uint64_t mapped = nbytes + kHugePage - page_bytes();
   void* const p = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (p == MAP_FAILED) return nullptr;
   char* const first = static_cast<char*>(p);
@@ -51,7 +56,8 @@ struct TouchJob {
     const auto& job = *static_cast<const TouchJob*>(self);
     const std::uint64_t begin = static_cast<std::uint64_t>(index) * kHugePage;
     const std::uint64_t end = std::min(begin + kHugePage, job.nbytes);
-    for (std::uint64_t at = begin; at < end; at += kPage) *const_cast<volatile char*>(job.data + at) = 0;
+    const std::uint64_t page = page_bytes();
+    for (std::uint64_t at = begin; at < end; at += page) *const_cast<volatile char*>(job.data + at) = 0;
   }
 };
 
@@ -60,7 +66,7 @@ struct TouchJob {
 Status allocate_pinned(const Device& device, std::uint64_t nbytes, bool* may_register, SlabMemory* out) {
   *out = {nullptr, nbytes, SlabKind::kAllocated};
   if (*may_register && nbytes >= kMinRegistered) {
-    const std::uint64_t pages = round_up(nbytes, kPage);
+    const std::uint64_t pages = round_up(nbytes, page_bytes());
     if (char* const data = map_pages(pages)) {
       TouchJob job{data, pages};
       Team& team = Team::instance();
@@ -89,7 +95,7 @@ Status allocate_pinned(const Device& device, std::uint64_t nbytes, bool* may_reg
 
 Status allocate_pageable(std::uint64_t nbytes, SlabMemory* out) noexcept {
   void* data = nullptr;
-  const bool got = posix_memalign(&data, kPage, nbytes) == 0;
+  const bool got = posix_memalign(&data, page_bytes(), nbytes) == 0;
   *out = {static_cast<char*>(data), nbytes, SlabKind::kPageable};
   return got ? status::kSuccess : status::kOutOfMemory;
 }
@@ -106,7 +112,7 @@ void free_slab(Device& device, const SlabMemory& memory) noexcept {
                                                   : device.driver().mem_free_host(memory.data);
   }
   if (status == status::kSuccess) {
-    if (memory.kind == SlabKind::kRegistered) munmap(memory.data, round_up(memory.nbytes, kPage));
+    if (memory.kind == SlabKind::kRegistered) munmap(memory.data, round_up(memory.nbytes, page_bytes()));
     return;
   }
   if (is_fatal(status)) return;
