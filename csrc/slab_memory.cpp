@@ -15,8 +15,10 @@ namespace pinstage {
 namespace {
 
 constexpr std::uint64_t kHugePage = 2 << 20;
-// Below a few huge pages there is nothing to share out.
+// From a few huge pages on it pays to map, and from more on to share the work: a process that makes small copies alone
+// shall not have worker threads for its first slab.
 constexpr std::uint64_t kMinRegistered = 8 << 20;
+constexpr std::uint64_t kMinShared = 32 << 20;
 
 constexpr std::uint64_t round_up(std::uint64_t nbytes, std::uint64_t unit) noexcept {
   return (nbytes + unit - 1) / unit * unit;
@@ -70,8 +72,8 @@ Status allocate_pinned(const Device& device, std::uint64_t nbytes, bool* may_reg
     if (char* const data = map_pages(pages)) {
       TouchJob job{data, pages};
       Team& team = Team::instance();
-      team.run(static_cast<std::int64_t>(round_up(pages, kHugePage) / kHugePage), team.threads(), true, &TouchJob::run,
-               &job);
+      const int threads = pages < kMinShared ? 1 : team.threads();
+      team.run(static_cast<std::int64_t>(round_up(pages, kHugePage) / kHugePage), threads, true, &TouchJob::run, &job);
       Status status;
       {
         const Device::Relaxed relaxed(device);

@@ -400,8 +400,8 @@ class StagingPool(_core.Pool):
         """Pins memory ahead of time, so that the steady state pins none.
 
         Args:
-            nbytes: the capacity wanted, in bytes; what is missing is pinned as one slab. From 8 MB on its pages are
-                made by several threads (`set_num_threads`), on huge pages where the system has some.
+            nbytes: the capacity wanted, in bytes; what is missing is pinned as one slab. The pages of a large one are
+                made by several threads (`set_num_threads`), as huge pages where the system has them.
 
         Raises:
             PoolExhausted: more than max_bytes.

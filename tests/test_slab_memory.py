@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,27 @@ def test_large_slab_is_one_registration_and_a_small_one_is_allocated(dev):
     pool.lease(39 * MB, torch.uint8).cancel()  # as large as the largest slab
     assert pool.trim() == 40 * MB
     assert (dev.calls["cuMemHostUnregister"], dev.calls["cuMemFreeHost"], dev.host_allocations) == (1, 1, 0)
+
+
+def test_first_slab_starts_no_threads(tmp_path):
+    """A process that makes small copies alone has no workers."""
+    program = """
+import os, torch, pinstage
+from pinstage.testing import SimulatedDevice
+pinstage.set_num_threads(2)
+with SimulatedDevice() as dev:
+    before = len(os.listdir("/proc/self/task"))
+    pinstage.copy_(dev.empty(4), torch.ones(4))
+    assert dev.calls["cuMemHostRegister"] == 1
+    print(len(os.listdir("/proc/self/task")) - before)
+    pinstage.default_pool(dev).reserve(64 << 20)
+    print(len(os.listdir("/proc/self/task")) - before, pinstage._core.num_threads() - 1)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    first, large, workers = map(int, done.stdout.split())
+    assert (first, large) == (0, workers)
 
 
 @pytest.mark.parametrize("nbytes", [8 * MB, 8 * MB + 256, 10 * MB - 256, 11 * MB + 4096])
