@@ -73,7 +73,10 @@ Status allocate_pinned(const Device& device, std::uint64_t nbytes, bool* may_reg
       TouchJob job{data, pages};
       Team& team = Team::instance();
       const int threads = pages < kMinShared ? 1 : team.threads();
-      team.run(static_cast<std::int64_t>(round_up(pages, kHugePage) / kHugePage), threads, true, &TouchJob::run, &job);
+      const auto chunks = static_cast<std::int64_t>(round_up(pages, kHugePage) / kHugePage);
+      if (!team.run(chunks, threads, true, &TouchJob::run, &job)) {
+        for (std::int64_t i = 0; i < chunks; ++i) TouchJob::run(&job, i);
+      }
       Status status;
       {
         const Device::Relaxed relaxed(device);

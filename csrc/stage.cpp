@@ -15,7 +15,7 @@ void stage_copy(Pool& pool, const CopyPlan& plan, const TensorView& dst, const T
     constexpr std::size_t kPage = 4096;
     stage_in_pieces(
         pool, plan, reinterpret_cast<DevicePtr>(dst.data), stream, wait, piece, kPage,
-        [&](char* slot, std::size_t begin, std::size_t n) { copy_bytes_in_parallel(slot, src.data + begin, n); });
+        [&](char* slot, std::size_t begin, std::size_t n) { copy_bytes_in_parallel(slot, src.data + begin, n, true); });
     return;
   }
   pool.stage(nbytes, plan, reinterpret_cast<DevicePtr>(dst.data), stream, wait,

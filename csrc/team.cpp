@@ -260,11 +260,11 @@ struct GatherJob {
 
 }  // namespace
 
-void copy_bytes_in_parallel(void* dst, const void* src, std::size_t nbytes) {
+void copy_bytes_in_parallel(void* dst, const void* src, std::size_t nbytes, bool cached) {
   if (nbytes >= kShare) {
     Team& team = Team::instance();
     const int threads = threads_for(nbytes, team.threads());
-    CopyJob job{nbytes >= kStreamParts ? &stream_bytes : &plain_bytes, static_cast<char*>(dst),
+    CopyJob job{nbytes >= kStreamParts && !cached ? &stream_bytes : &plain_bytes, static_cast<char*>(dst),
                 static_cast<const char*>(src), nbytes, chunk_bytes(nbytes, threads)};
     const auto chunks = static_cast<std::int64_t>((nbytes + job.chunk - 1) / job.chunk);
     if (team.run(chunks, threads, nbytes >= kWake, &CopyJob::run, &job)) return;

@@ -100,8 +100,9 @@ class Team {
 // CPUs that this process may run on: its affinity and its control group's quota.
 int usable_cpus() noexcept;
 
-// The snapshot of `nbytes` dense bytes, on as many threads as pay.
-void copy_bytes_in_parallel(void* dst, const void* src, std::size_t nbytes);
+// The snapshot of `nbytes` dense bytes, on as many threads as pay. `cached`: dst is left in the cache where it can be,
+// for a device that reads it at once; else it is stored as is fastest for the caller.
+void copy_bytes_in_parallel(void* dst, const void* src, std::size_t nbytes, bool cached = false);
 // The same for a gather.
 struct Gather;
 void gather_in_parallel(const Gather& g);
