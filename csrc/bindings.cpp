@@ -294,6 +294,8 @@ NB_MODULE(_core, m) {
   select_isa(std::getenv("PINSTAGE_ISA"));
   bind_simulated_driver(m);
   bind_snapshots(m);
+  bind_batch(m);
+  bind_lists(m);
 
   m.def("driver_entries", &driver_entries, nb::sig("def driver_entries() -> list[tuple[str, int, bool]]"),
         "(CUDA name, CUDA version, required) of every entry of the driver table.");

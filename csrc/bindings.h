@@ -16,6 +16,8 @@ namespace pinstage {
 
 void bind_simulated_driver(nanobind::module_& module);  // simulated_bindings.cpp
 void bind_snapshots(nanobind::module_& module);         // snapshot_bindings.cpp
+void bind_batch(nanobind::module_& module);             // batch_bindings.cpp
+void bind_lists(nanobind::module_& module);             // list_bindings.cpp
 
 constexpr int kMaxCudaDevices = 64;
 
@@ -24,6 +26,13 @@ extern Device* cuda_devices[kMaxCudaDevices];
 
 // The device that holds `view`, if pinstage has met it.
 Device* device_of(const TensorView& view);
+
+// Host memory, of no simulated device.
+bool on_host(const TensorView& view);
+
+// The pool that a copy to `dst` uses: the one given, else the default pool of dst's device. Null: the general path
+// finds out what is wrong, or sets the default pool up.
+std::shared_ptr<Pool> pool_for(const TensorView& dst, nanobind::handle given);
 
 struct PyPool {
   std::shared_ptr<Pool> pool;

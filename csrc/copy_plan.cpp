@@ -7,8 +7,6 @@
 namespace pinstage {
 namespace {
 
-// CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far.
-constexpr std::size_t kMaxPitch = (std::size_t{1} << 31) - 1;
 // A 2-D copy of 4096 rows of 256 B runs at 40 GB/s, of 128 B rows at 13 GB/s (H200): below that, a dense copy and a
 // device-side scatter win, unless there are only a few rows.
 constexpr std::size_t kMinRowBytes = 64;

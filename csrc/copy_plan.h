@@ -13,6 +13,9 @@ namespace pinstage {
 
 inline constexpr int kMaxDims = 8;  // tensors of more dimensions take the general path
 
+// CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far.
+inline constexpr std::size_t kMaxPitch = (std::size_t{1} << 31) - 1;
+
 struct CopyPlan {
   // The slot's bytes, densely: depth slices of height rows of width bytes, repeated over `repeats` outer steps.
   std::size_t width = 0, height = 1, depth = 1;
@@ -22,6 +25,12 @@ struct CopyPlan {
   std::int64_t repeat_stride = 0;
 
   std::size_t nbytes() const noexcept { return width * height * depth * repeats; }
+  bool dense() const noexcept { return height == 1 && depth == 1 && repeats == 1; }
+  // Bytes at the destination from the first to the last, those in between that are not written included.
+  std::size_t span() const noexcept {
+    return (repeats - 1) * static_cast<std::size_t>(repeat_stride) + ((depth - 1) * slice_rows + height - 1) * pitch +
+           width;
+  }
 };
 
 // The plan for a destination of `ndim` dimensions (strides in elements), or false when the copy engine cannot do it

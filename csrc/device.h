@@ -11,6 +11,7 @@
 //  - after shutdown(), and in a forked child, the driver is not called any more (I8).
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <mutex>
@@ -168,6 +169,9 @@ class Device : public std::enable_shared_from_this<Device> {
 
   // What copies without a pool of their own use. Guarded by the GIL, not by mutex().
   std::shared_ptr<Pool> default_pool;
+
+  // The driver has cuMemcpyBatchAsync, but refused a batch whose copies it then took one by one.
+  std::atomic<bool> refuses_batches{false};
 
   // Fences that a caller who is not short of room lets come together before it polls. Set before the device is used.
   std::uint64_t poll_batch;

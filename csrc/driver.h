@@ -43,6 +43,7 @@ inline constexpr Status kUnknown = 999;
 inline constexpr Status kNothingCanRun = -1;
 }  // namespace status
 
+inline constexpr int kSourceOrderStream = 1;        // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 inline constexpr unsigned kHostAllocPortable = 1;   // CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTREGISTER_PORTABLE
 inline constexpr unsigned kHostAllocDeviceMap = 2;  // CU_MEMHOSTALLOC_DEVICEMAP
 inline constexpr unsigned kEventDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
@@ -98,7 +99,7 @@ struct MemLocation {
   int type, id;
 };
 struct MemcpyAttributes {
-  int src_access_order;  // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM = 1
+  int src_access_order;
   MemLocation src_hint, dst_hint;
   unsigned flags;
 };
@@ -119,6 +120,7 @@ static_assert(sizeof(MemcpyAttributes) == 24, "layout of CUmemcpyAttributes_v1")
   X(memcpy_batch_async, "cuMemcpyBatchAsync", 13000, false,                                                           \
     (DevicePtr * dsts, DevicePtr * srcs, std::size_t* sizes, std::size_t count, MemcpyAttributes* attrs,              \
      std::size_t* attr_indices, std::size_t num_attrs, Stream stream))                                                \
+  X(mem_get_address_range, "cuMemGetAddressRange", 3020, false, (DevicePtr * base, std::size_t* nbytes, DevicePtr p)) \
   X(event_create, "cuEventCreate", 2000, true, (Event * out, unsigned flags))                                         \
   X(event_record, "cuEventRecord", 2000, true, (Event event, Stream stream))                                          \
   X(event_query, "cuEventQuery", 2000, true, (Event event))                                                           \

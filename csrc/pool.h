@@ -149,6 +149,11 @@ class Pool : public std::enable_shared_from_this<Pool> {
   template <class Fill>
   void stage(std::uint64_t nbytes, const CopyPlan& plan, DevicePtr dst, Stream stream, const Wait& wait, Fill&& fill,
              Ticket* ticket = nullptr);
+  // The same for bytes that go to several places. `enqueue(slot, &enqueued, &call)` throws nothing; it returns the
+  // status of the first copy that the driver refused, and counts those that it took.
+  template <class Fill, class Enqueue>
+  void stage_several(std::uint64_t nbytes, Stream stream, const Wait& wait, Fill&& fill, Enqueue&& enqueue,
+                     Ticket* ticket = nullptr);
   // Bytes of the slots that a snapshot of `nbytes` goes through: as many, or less where it goes in pieces (bulk.h).
   std::uint64_t piece_bytes(std::uint64_t nbytes) const noexcept;
   std::uint64_t most_piece_bytes = kPieceBytes;  // set before the pool is used; for tests and measurements
@@ -178,12 +183,13 @@ class Pool : public std::enable_shared_from_this<Pool> {
     Device::Reserved reserved;
   };
   Prepared begin(std::uint64_t nbytes, Stream stream, const Wait& wait);
-  void finish(const Prepared& prepared, const CopyPlan& plan, DevicePtr dst, Stream stream, Ticket* ticket);
+  void finish(const Prepared& prepared, Stream stream, Status copied, std::size_t enqueued, const char* call,
+              Ticket* ticket);
   void undo(const Prepared& prepared) noexcept;
   Device::Reserved begin_fence(const LeaseRef& lease, Stream stream, bool copy);
   Slot* open(const LeaseRef& lease) const;
-  Status copy_and_record(Slot* slot, Device::Reserved reserved, const CopyPlan& plan, DevicePtr dst, Stream stream,
-                         Ticket* ticket, const char** call) noexcept;
+  Status fence_copies(Slot* slot, Device::Reserved reserved, Stream stream, Status copied, std::size_t enqueued,
+                      Ticket* ticket, const char** call) noexcept;
 
   Slot* place(std::uint64_t nbytes, bool owned);
   Slot* take_slowly(std::uint64_t nbytes, const Wait& wait, bool block, bool owned);
@@ -227,6 +233,17 @@ class Pool : public std::enable_shared_from_this<Pool> {
 template <class Fill>
 void Pool::stage(std::uint64_t nbytes, const CopyPlan& plan, DevicePtr dst, Stream stream, const Wait& wait,
                  Fill&& fill, Ticket* ticket) {
+  stage_several(
+      nbytes, stream, wait, fill,
+      [&](const char* slot, std::size_t* enqueued, const char** call) {
+        return enqueue_copy(device_->driver(), plan, dst, slot, stream, enqueued, call);
+      },
+      ticket);
+}
+
+template <class Fill, class Enqueue>
+void Pool::stage_several(std::uint64_t nbytes, Stream stream, const Wait& wait, Fill&& fill, Enqueue&& enqueue,
+                         Ticket* ticket) {
   device_->require_usable();
   Device::Current current(*device_);
   device_->require_not_capturing(stream);
@@ -237,7 +254,10 @@ void Pool::stage(std::uint64_t nbytes, const CopyPlan& plan, DevicePtr dst, Stre
     undo(prepared);
     throw;
   }
-  finish(prepared, plan, dst, stream, ticket);
+  std::size_t enqueued = 0;
+  const char* call = "";
+  const Status copied = enqueue(prepared.slot->data, &enqueued, &call);
+  finish(prepared, stream, copied, enqueued, call, ticket);
 }
 
 }  // namespace pinstage

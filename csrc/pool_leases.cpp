@@ -52,9 +52,9 @@ void Pool::undo(const Prepared& prepared) noexcept {
   fence_passed(prepared.slot);
 }
 
-void Pool::finish(const Prepared& prepared, const CopyPlan& plan, DevicePtr dst, Stream stream, Ticket* ticket) {
-  const char* call = "";
-  const Status status = copy_and_record(prepared.slot, prepared.reserved, plan, dst, stream, ticket, &call);
+void Pool::finish(const Prepared& prepared, Stream stream, Status copied, std::size_t enqueued, const char* call,
+                  Ticket* ticket) {
+  const Status status = fence_copies(prepared.slot, prepared.reserved, stream, copied, enqueued, ticket, &call);
   device_->check(status, call, kAfterFailedCopy);
 }
 
@@ -87,10 +87,9 @@ Device::Reserved Pool::begin_fence(const LeaseRef& lease, Stream stream, bool co
   }
 }
 
-Status Pool::copy_and_record(Slot* slot, Device::Reserved reserved, const CopyPlan& plan, DevicePtr dst, Stream stream,
-                             Ticket* ticket, const char** call) noexcept {
-  std::size_t enqueued = 0;
-  const Status copied = enqueue_copy(device_->driver(), plan, dst, slot->data, stream, &enqueued, call);
+// The fence after copies from `slot`, of which the driver took `enqueued` before one ended with `copied`.
+Status Pool::fence_copies(Slot* slot, Device::Reserved reserved, Stream stream, Status copied, std::size_t enqueued,
+                          Ticket* ticket, const char** call) noexcept {
   if (copied != status::kSuccess && enqueued == 0 && enqueued_nothing(copied)) {
     const Guard lock(device_->mutex());
     device_->release(reserved);
@@ -116,8 +115,10 @@ Ticket Pool::submit(const LeaseRef& lease, const CopyPlan& plan, DevicePtr dst, 
   device_->require_not_capturing(stream);
   const Device::Reserved reserved = begin_fence(lease, stream, true);
   Ticket ticket{device_};
+  std::size_t enqueued = 0;
   const char* call = "";
-  const Status status = copy_and_record(lease.slot, reserved, plan, dst, stream, &ticket, &call);
+  const Status copied = enqueue_copy(device_->driver(), plan, dst, lease.slot->data, stream, &enqueued, &call);
+  const Status status = fence_copies(lease.slot, reserved, stream, copied, enqueued, &ticket, &call);
   device_->check(status, call, kAfterFailedCopy);
   return ticket;
 }

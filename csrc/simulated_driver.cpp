@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::size_t kMaxPitch = (std::size_t{1} << 31) - 1;  // CU_DEVICE_ATTRIBUTE_MAX_PITCH
 constexpr unsigned kMemoryTypeUnified = 4;
-constexpr int kSourceOrderStream = 1, kSourceOrderDuringCall = 2, kSourceOrderAny = 3;
+constexpr int kSourceOrderDuringCall = 2, kSourceOrderAny = 3;
 
 Machine& machine() noexcept { return Machine::get(); }
 
@@ -100,6 +100,18 @@ Status mem_host_get_device_pointer(DevicePtr* out, void* p, unsigned flags) {
 }
 
 // --- copies ---
+
+Status mem_get_address_range(DevicePtr* base, std::size_t* nbytes, DevicePtr p) {
+  return call([&](Lock&) -> Status {
+    Device* device;
+    if (const Status status = enter_current(Entry::mem_get_address_range, &device)) return status;
+    const HeapBlock* block = find_block(reinterpret_cast<const void*>(p));
+    if (block == nullptr) return status::kNotFound;
+    if (base != nullptr) *base = reinterpret_cast<DevicePtr>(block->data);
+    if (nbytes != nullptr) *nbytes = block->nbytes;
+    return status::kSuccess;
+  });
+}
 
 // Submits what `describe` adds to a copy step; a step without copies is a no-op.
 template <class Describe>

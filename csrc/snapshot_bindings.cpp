@@ -18,10 +18,7 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace pinstage {
-namespace {
 
-// The pool that a copy to `dst` uses: the one given, else the default pool of dst's device. Null: the general path
-// finds out what is wrong, or sets the default pool up.
 std::shared_ptr<Pool> pool_for(const TensorView& dst, nb::handle given) {
   Device* const device = device_of(dst);
   if (device == nullptr) return nullptr;
@@ -31,6 +28,12 @@ std::shared_ptr<Pool> pool_for(const TensorView& dst, nb::handle given) {
   return pool->pool;
 }
 
+bool on_host(const TensorView& view) {
+  return view.device.type == kDlCpu && (SimulatedDevice::live() == 0 || SimulatedDevice::find(view.data) == nullptr);
+}
+
+namespace {
+
 // Do the bytes between first and last element of the two meet?
 bool overlap(const TensorView& a, const TensorView& b) {
   const auto end = [](const TensorView& view) {
@@ -39,10 +42,6 @@ bool overlap(const TensorView& a, const TensorView& b) {
     return view.data + (last + 1) * static_cast<std::int64_t>(view.itemsize());
   };
   return a.numel() > 0 && b.numel() > 0 && a.data < end(b) && b.data < end(a);
-}
-
-bool on_host(const TensorView& view) {
-  return view.device.type == kDlCpu && (SimulatedDevice::live() == 0 || SimulatedDevice::find(view.data) == nullptr);
 }
 
 // --- snapshots: true when done, false when the call is not one for the fast path (nothing happened then) ---

@@ -56,6 +56,7 @@ struct Torch {
   PyObject* dispatch_stack = nullptr;      // () -> int
   PyObject* is_neg = nullptr;              // Tensor.is_neg
   PyObject* is_conj = nullptr;             // Tensor.is_conj
+  PyObject* is_inference = nullptr;        // Tensor.is_inference
   PyObject* increment_version = nullptr;   // (iterable of tensors) -> None
   PyObject* requires_grad = nullptr;       // the property's descriptor
   descrgetfunc get_requires_grad = nullptr;
@@ -357,6 +358,7 @@ void load_torch() {
   torch.increment_version = attribute(internals, "_increment_version");
   torch.is_neg = attribute(tensor_type, "is_neg");
   torch.is_conj = attribute(tensor_type, "is_conj");
+  torch.is_inference = attribute(tensor_type, "is_inference");
   torch.requires_grad = attribute(tensor_type, "requires_grad");
   torch.get_requires_grad =
       reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(torch.requires_grad), Py_tp_descr_get));
@@ -386,6 +388,8 @@ bool copies_bytes_only(PyObject* dst, PyObject* src, DlDataType dtype) {
   if (requires_grad(dst) || requires_grad(src) || in_dual_level()) return false;
   return dtype.code != kDlComplex || !(is_conj(dst) || is_conj(src));
 }
+
+bool is_inference(PyObject* tensor) { return is_true(torch.is_inference, tensor); }
 
 bool bump_version(PyObject* dst) {
   if (torch.native.word != 0) {

@@ -42,6 +42,8 @@ bool view_tensor(_object* object, TensorView* out);
 // True when torch would do nothing on `dst.copy_(src)` but copy bytes: no mode is active, autograd does not watch, no
 // conjugate or negative bit is set.
 bool copies_bytes_only(_object* dst, _object* src, DlDataType dtype);
+// An inference tensor takes no write outside of torch.inference_mode().
+bool is_inference(_object* tensor);
 // Counts an in-place write to dst, as torch does; inference tensors have no count. False: torch refuses such a write.
 bool bump_version(_object* dst);
 

@@ -6,14 +6,17 @@
 An asynchronous copy reads its source when it executes, not when it is enqueued. pinstage keeps the source valid until
 then, for less host time than the unguarded copy costs. Three contracts say who may write the source, and when:
 
-    snapshot   copy_, copy_rows_, gather_rows      the caller, as soon as the call returns
+    snapshot   copy_, copy_rows_, copy_batch_,     the caller, as soon as the call returns
+               to_device, gather_rows
     handover   StagingPool.lease, DoubleBuffer     the caller, until the hand-over; then nobody until the fence passed
     borrow     keep_alive                          nobody until the ticket is done
 """
 
 from __future__ import annotations
 
+from pinstage.batch import copy_batch_
 from pinstage.copy import copy_, copy_rows_
+from pinstage.device_tensor import to_device
 from pinstage.double_buffer import DoubleBuffer
 from pinstage.errors import (
     CaptureError,
@@ -42,9 +45,11 @@ __all__ = [
     "Ticket",
     "WaitTimeout",
     "copy_",
+    "copy_batch_",
     "copy_rows_",
     "default_pool",
     "gather_rows",
     "keep_alive",
     "set_num_threads",
+    "to_device",
 ]

@@ -145,6 +145,13 @@ def try_copy_rows(dst: object, src: object, index: object, dim: int, pool: objec
 
 def try_gather(out: object, src: object, index: object, dim: int) -> bool: ...
 
+def try_copy_batch(dsts: object, srcs: object, pool: object | None) -> int:
+    """
+    -1: all are under way. Else nothing happened, and this is the first pair that is not one for the fast path.
+    """
+
+def try_to_device(data: object, device: object, dtype: torch.dtype | None, pool: object | None) -> torch.Tensor | None: ...
+
 def driver_entries() -> list[tuple[str, int, bool]]:
     """
     (CUDA name, CUDA version, required) of every entry of the driver table.

@@ -18,7 +18,8 @@ NO_EXAMPLE = {"PoolStats", "PinstageError", "PoolExhausted", "LeaseStateError", 
               "ForkedError", "WaitTimeout", "Latch", "SimulatedGraph", "SimulatedStream"}  # fmt: skip
 # What names the contract of its call: who may write the source, and when.
 CONTRACTS = {
-    "copy_": "snapshot", "copy_rows_": "snapshot", "gather_rows": "snapshot", "Lease": "handover",
+    "copy_": "snapshot", "copy_batch_": "snapshot", "copy_rows_": "snapshot", "to_device": "snapshot",
+    "gather_rows": "snapshot", "Lease": "handover",
     "DoubleBuffer": "handover", "keep_alive": "borrow",
 }  # fmt: skip
 
