@@ -90,8 +90,8 @@ Py_ssize_t try_copy_batch(nb::handle dsts, nb::handle srcs, nb::handle pool) {
 }  // namespace
 
 void bind_batch(nb::module_& m) {
-  m.def("try_copy_batch", &try_copy_batch, "dsts"_a, "srcs"_a, "pool"_a.none(),
-"-1: all are under way. Else nothing happened, and this is the first pair that is not one for the fast path.");
+  m.def("try_copy_batch", &try_copy_batch, "dsts"_a.none(), "srcs"_a.none(), "pool"_a.none(),
+        "-1: all are under way. Else nothing happened, and this is the first pair that is not one for the fast path.");
 }
 
 }  // namespace pinstage

@@ -303,7 +303,7 @@ void bind_lists(nb::module_& m) {
   names.get_default_dtype = nb::object(torch.attr("get_default_dtype")).release().ptr();
   names.device_type = nb::object(torch.attr("device")).release().ptr();
   names.empty_keywords = nb::make_tuple("dtype", "device").release().ptr();
-  m.def("try_to_device", &try_to_device, "data"_a, "device"_a, "dtype"_a.none(), "pool"_a.none(),
+  m.def("try_to_device", &try_to_device, "data"_a.none(), "device"_a.none(), "dtype"_a.none(), "pool"_a.none(),
         nb::sig("def try_to_device(data: object, device: object, dtype: torch.dtype | None, pool: object | None) -> "
                 "torch.Tensor | None"));
 }

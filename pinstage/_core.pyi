@@ -145,7 +145,7 @@ def try_copy_rows(dst: object, src: object, index: object, dim: int, pool: objec
 
 def try_gather(out: object, src: object, index: object, dim: int) -> bool: ...
 
-def try_copy_batch(dsts: object, srcs: object, pool: object | None) -> int:
+def try_copy_batch(dsts: object | None, srcs: object | None, pool: object | None) -> int:
     """
     -1: all are under way. Else nothing happened, and this is the first pair that is not one for the fast path.
     """

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ def _empty(shape: torch.Size, dtype: torch.dtype, core: _core.Device, device: An
 def _as_tensor(data: Any, dtype: torch.dtype | None) -> torch.Tensor:
     if isinstance(data, torch.Tensor):
         return data.detach()
-    if hasattr(data, "__array_interface__") and hasattr(data, "dtype"):
+    numpy = sys.modules.get("numpy")  # whoever passes an array has imported it
+    if numpy is not None and isinstance(data, numpy.ndarray):
         return as_host_tensor(data, "data")
     return torch.tensor(data, dtype=dtype)
