@@ -37,9 +37,9 @@ class Scenario:
     def run(self):
         for _ in range(2):
             for step in (
-                self.copy, self.copy, self.cast, self.transposed, self.rows, self.pitched, self.repeated, self.lease,
-                self.cancelled, self.retired, self.buffer, self.reserve, self.kept, self.reclaim, self.large, self.bulk,
-                self.bulk_cast, self.bulk_rows, self.trim,
+                self.copy, self.copy, self.cast, self.transposed, self.rows, self.pitched, self.repeated, self.batch,
+                self.uneven_batch, self.list, self.lease, self.cancelled, self.retired, self.buffer, self.reserve,
+                self.kept, self.reclaim, self.large, self.bulk, self.bulk_cast, self.bulk_rows, self.trim,
             ):  # fmt: skip
                 self.value += 1
                 try:
@@ -84,6 +84,23 @@ class Scenario:
         dst, source = self.dst((4, 8)), self.source()
         pinstage.copy_rows_(dst, source, [3, 1, 3, 0], pool=self.pool)
         self.done(dst, source)
+
+    def batch(self):
+        dsts = [*self.dst(), self.dst(100)]  # 16 rows of one buffer, and one beside them
+        self.batched(dsts)
+
+    def uneven_batch(self):
+        with self.dev.stream():
+            self.batched([self.dst(100 + i) for i in range(6)])
+
+    def batched(self, dsts):
+        sources = [self.source(dst.shape) for dst in dsts]
+        pinstage.copy_batch_(dsts, sources, pool=self.pool)
+        for dst, source in zip(dsts, sources, strict=True):
+            self.done(dst, source)
+
+    def list(self):
+        self.done(pinstage.to_device([self.value] * 64, self.dev, torch.int32, pool=self.pool))
 
     def large(self):
         self.copied(self.dst((30 * KB,), torch.uint8), self.source((30 * KB,), torch.uint8))
@@ -197,7 +214,8 @@ def heal(dev, scenario):
 # get_error_name and get_error_string are called only on the way to an error.
 ENTRIES = [
     "cuCtxGetCurrent", "cuCtxSynchronize", "cuEventCreate", "cuEventQuery", "cuEventRecord", "cuMemFreeHost",
-    "cuMemHostAlloc", "cuMemcpy2DAsync", "cuMemcpy3DAsync", "cuMemcpyHtoDAsync", "cuStreamGetId", "cuStreamIsCapturing",
+    "cuMemGetAddressRange", "cuMemHostAlloc", "cuMemcpy2DAsync", "cuMemcpy3DAsync", "cuMemcpyBatchAsync",
+    "cuMemcpyHtoDAsync", "cuStreamGetId", "cuStreamIsCapturing",
     "cuStreamWaitEvent", "cuThreadExchangeStreamCaptureMode",
 ]  # fmt: skip
 

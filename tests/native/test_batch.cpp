@@ -6,11 +6,12 @@
 #include <vector>
 
 #include "batch.h"
-#include "check.h"
+#include "simulated_fixture.h"
 
 namespace {
 
 using namespace pinstage;
+using namespace pinstage::check;
 
 // Allocations of 1000 bytes, side by side.
 AllocationRange thousand(const void* queries, DevicePtr p) {
@@ -111,6 +112,70 @@ TEST("a range holds what lies wholly in it") {
   CHECK(!range.holds(200, 1));
   CHECK(!range.holds(150, ~std::size_t{0}));
   CHECK(!AllocationRange{}.holds(0, 1));
+}
+
+// A pool over a simulated device, whose driver table lacks what old drivers lack.
+struct OldDriver {
+  OldDriver() : sim(Schedule::kLate) {
+    sim.driver.memcpy_batch_async = nullptr;
+    sim.driver.mem_get_address_range = nullptr;
+    device = std::make_shared<Device>(sim.driver, sim.device.context(), DeviceKind::kSimulated, 0, nullptr, nullptr);
+    pool = Pool::make(device, {4096, 4096});
+  }
+  ~OldDriver() {
+    pool.reset();
+    device->release_pools();
+  }
+  std::uint64_t calls(const std::string& entry) const {
+    for (const auto& [name, count] : sim.device.calls()) {
+      if (entry == name) return count;
+    }
+    throw Failure(__FILE__, __LINE__, "no entry " + entry);
+  }
+
+  Sim sim;
+  std::shared_ptr<Device> device;
+  std::shared_ptr<Pool> pool;
+};
+
+TEST("an old driver gets the copies one by one") {
+  OldDriver old;
+  const Stream stream = old.sim.stream();
+  char* const dst = old.sim.heap(26);
+  std::string letters = "abcdefghijklmnopqrstuvwxyz";
+  std::vector<BatchPart> parts{{old.pool, stream, {}}};
+  CopyPlan plan;
+  plan.width = 1;
+  for (std::size_t i = 0; i < 26; ++i) parts[0].pieces.push_back({plan, Sim::address(dst + i), &letters[i]});
+  bool begun = false;
+  stage_batch(parts, {}, &begun);
+  CHECK(begun);
+  letters.assign(26, '-');
+  CHECK_EQ(old.calls("cuMemcpyHtoDAsync"), 26);
+  CHECK_EQ(old.calls("cuEventRecord"), 1);
+  CHECK_EQ(old.sim.driver.ctx_synchronize(), status::kSuccess);
+  CHECK_EQ(bytes(dst, 26), "abcdefghijklmnopqrstuvwxyz");
+}
+
+TEST("of several devices none is begun while a stream of another is being captured") {
+  OldDriver first, second;
+  char *const dst = first.sim.heap(1), *const other = second.sim.heap(1);
+  const Stream stream = second.sim.stream();
+  CopyPlan plan;
+  plan.width = 1;
+  std::vector<BatchPart> parts{{first.pool, nullptr, {{plan, Sim::address(dst), "a"}}},
+                               {second.pool, stream, {{plan, Sim::address(other), "b"}}}};
+  CHECK_EQ(second.sim.device.begin_capture(stream, kCaptureModeRelaxed), status::kSuccess);
+  bool begun = false;
+  CHECK(throws<Error>([&] { stage_batch(parts, {}, &begun); }));
+  CHECK(!begun);
+  CHECK_EQ(first.sim.device.pending(), 0);
+  SimulatedGraph graph;
+  CHECK_EQ(second.sim.device.end_capture(stream, &graph), status::kSuccess);
+  stage_batch(parts, {}, &begun);
+  CHECK_EQ(first.sim.device.synchronize(), status::kSuccess);
+  CHECK_EQ(second.sim.device.synchronize(), status::kSuccess);
+  CHECK_EQ(bytes(dst, 1) + bytes(other, 1), "ab");
 }
 
 }  // namespace

@@ -91,6 +91,18 @@ TEST("a copy out of bounds is refused") {
   CHECK_EQ(sim.device.pending(), 1);
 }
 
+TEST("an address is of the allocation that holds it") {
+  Sim sim(Schedule::kLate);
+  char* block = sim.heap(8);
+  DevicePtr base = 0;
+  std::size_t nbytes = 0;
+  CHECK_EQ(sim.driver.mem_get_address_range(&base, &nbytes, Sim::address(block + 7)), status::kSuccess);
+  CHECK_EQ(base, Sim::address(block));
+  CHECK_EQ(nbytes, 8);
+  CHECK_EQ(sim.driver.mem_get_address_range(&base, &nbytes, Sim::address(block + 8)), status::kNotFound);
+  CHECK_EQ(sim.driver.mem_get_address_range(nullptr, nullptr, Sim::address(block)), status::kSuccess);
+}
+
 TEST("a row may not span two registrations, a copy may") {
   Sim sim(Schedule::kEager);
   alignas(8) char src[] = "abcdefgh";
