@@ -65,17 +65,19 @@ std::vector<BatchCopy> one_each(const BatchPiece* pieces, std::size_t count) {
 // What one slot of the batch becomes.
 class Submission {
  public:
-  Submission(Device& device, Stream stream, const BatchPiece* pieces, std::size_t count, bool in_order)
-      : device_(device),
+  Submission(Pool& pool, Stream stream, const BatchPiece* pieces, std::size_t count, bool in_order)
+      : device_(pool.device()),
         stream_(stream),
         pieces_(pieces),
-        copies_(in_order ? one_each(pieces, count) : merge_pieces(pieces, count, &range_on_device, &device)) {
+        copies_(in_order ? one_each(pieces, count) : merge_pieces(pieces, count, &range_on_device, &device_)) {
     for (BatchCopy& copy : copies_) {
       copy.offset = nbytes_;
       nbytes_ += aligned(copy.plan.nbytes());
     }
-    const bool may_batch = !in_order && !on_legacy_stream(stream) && device.driver().memcpy_batch_async != nullptr &&
-                           !device.refuses_batches.load(std::memory_order_relaxed);
+    // Of pageable sources the documentation promises nothing.
+    const bool may_batch = !in_order && !on_legacy_stream(stream) && !pool.options().pageable &&
+                           device_.driver().memcpy_batch_async != nullptr &&
+                           !device_.refuses_batches.load(std::memory_order_relaxed);
     if (!may_batch) return;
     const auto loose =
         std::stable_partition(copies_.begin(), copies_.end(), [](const BatchCopy& copy) { return copy.plan.dense(); });
@@ -147,7 +149,7 @@ class Submission {
 
 void stage_slot(Pool& pool, Stream stream, const BatchPiece* pieces, std::size_t count, bool in_order, const Wait& wait,
                 bool* begun) {
-  Submission submission(pool.device(), stream, pieces, count, in_order);
+  Submission submission(pool, stream, pieces, count, in_order);
   pool.stage_several(
       submission.nbytes(), stream, wait, [&](char* slot) { submission.fill(slot); },
       [&](const char* slot, std::size_t* enqueued, const char** call) {

@@ -27,7 +27,8 @@ struct Native {
   void (*bump)(const void* tensor) = nullptr;     // torch::autograd::impl::bump_version; throws for what torch refuses
   bool (*is_neg)(const void* tensor) = nullptr;   // at::native::is_neg
   bool (*is_conj)(const void* tensor) = nullptr;  // at::native::is_conj
-  std::size_t word = 0;                           // where a Python tensor holds its at::Tensor
+  bool (*is_inference)(const void* tensor) = nullptr;  // at::native::is_inference
+  std::size_t word = 0;                                // where a Python tensor holds its at::Tensor
 
   const void* tensor(PyObject* object) const { return reinterpret_cast<void**>(object) + word; }
 };
@@ -112,8 +113,8 @@ bool holds(Native* native, PyObject* plain, PyObject* negated) {
   native->bump(native->tensor(plain));
   const auto conj = [&](PyObject* tensor) { return native->is_conj(native->tensor(tensor)); };
   return number(plain, "_version") == before + 1 && !native->is_neg(native->tensor(plain)) &&
-         native->is_neg(native->tensor(negated)) && !conj(plain) && !native->function_mode() &&
-         !native->dispatch_modes(false);
+         native->is_neg(native->tensor(negated)) && !conj(plain) && !native->is_inference(native->tensor(plain)) &&
+         !native->function_mode() && !native->dispatch_modes(false);
 }
 
 // What every copy asks and the exchange API does not carry costs 0.5 us of a copy's 3 when Python is asked: the count
@@ -126,7 +127,8 @@ void find_native(PyObject* module) {
       !find_symbol("libc10.so", "_ZN3c104impl20TorchDispatchModeTLS13any_modes_setEb", &native.dispatch_modes) ||
       !find_symbol("libtorch_cpu.so", "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE", &native.bump) ||
       !find_symbol("libtorch_cpu.so", "_ZN2at6native6is_negERKNS_6TensorE", &native.is_neg) ||
-      !find_symbol("libtorch_cpu.so", "_ZN2at6native7is_conjERKNS_6TensorE", &native.is_conj)) {
+      !find_symbol("libtorch_cpu.so", "_ZN2at6native7is_conjERKNS_6TensorE", &native.is_conj) ||
+      !find_symbol("libtorch_cpu.so", "_ZN2at6native12is_inferenceERKNS_6TensorE", &native.is_inference)) {
     return;
   }
   // An inference tensor has no count: the import may stand in an inference_mode block.
@@ -389,7 +391,10 @@ bool copies_bytes_only(PyObject* dst, PyObject* src, DlDataType dtype) {
   return dtype.code != kDlComplex || !(is_conj(dst) || is_conj(src));
 }
 
-bool is_inference(PyObject* tensor) { return is_true(torch.is_inference, tensor); }
+bool is_inference(PyObject* tensor) {
+  return torch.native.word != 0 ? torch.native.is_inference(torch.native.tensor(tensor))
+                                : is_true(torch.is_inference, tensor);
+}
 
 bool bump_version(PyObject* dst) {
   if (torch.native.word != 0) {

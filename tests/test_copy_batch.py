@@ -126,7 +126,7 @@ def test_lists_may_change_and_tensors_die_while_the_call_waits_for_room(rig):
     dsts = [rig.filled(256, INT, 0) for _ in range(4)]
     sources = [torch.full((256,), i, dtype=INT) for i in range(4)]
     kept = list(dsts)
-    with rig.stream() as stream, rig.gate() as _:
+    with rig.stream() as stream, rig.gate():
         pinstage.copy_(rig.empty(KB, INT), torch.zeros(KB, dtype=INT), pool=pool)  # the pool is full
 
         def submit():
@@ -278,6 +278,19 @@ def test_refused_batch_goes_one_by_one_and_the_next_is_not_tried(dev, status):
         assert made == {BATCH: 1, ONE: MANY, FENCE: 1}
         _, made = made_by(dev, lambda: pinstage.copy_batch_(dsts, sources, pool=pool))
         assert made == {ONE: MANY, FENCE: 1}
+        dev.synchronize()
+    assert all(bool((dst == 1).all()) for dst in dsts)
+
+
+def test_batch_from_pageable_memory_goes_one_by_one(dev, monkeypatch):
+    """Case 27."""
+    monkeypatch.setenv("PINSTAGE_PINNED", "never")
+    pool, dsts = pinstage.StagingPool(dev), [dev.zeros(65 + i, INT) for i in range(MANY)]
+    source = torch.ones(100, dtype=INT)
+    with dev.stream():
+        _, made = made_by(dev, lambda: pinstage.copy_batch_(dsts, [source[: 65 + i] for i in range(MANY)], pool=pool))
+        assert made == {ONE: MANY, FENCE: 1}
+        source.fill_(2)
         dev.synchronize()
     assert all(bool((dst == 1).all()) for dst in dsts)
 
