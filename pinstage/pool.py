@@ -46,7 +46,7 @@ class PoolStats:
         slabs: pinned allocations that the pool holds now.
         host_allocations: pinned allocations made so far.
         events_created: CUDA events made so far on this device.
-        copies: copies submitted so far; of a large one, its pieces.
+        copies: copies submitted so far; of a large one, its pieces; of a batch, its slots.
         waits: leases and copies that had to wait for room, so far; not a large copy's waits for its own pieces.
         wait_seconds: time that they waited.
         pageable: the memory is not pinned (``PINSTAGE_PINNED=never``).
