@@ -24,8 +24,9 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kDefaultThreads = 16;
 constexpr int kMaxThreads = 64;  // as many as Team has places for
-// After a job a worker spins for the next one this long, then it parks and costs nothing.
-constexpr auto kSpin = std::chrono::microseconds(100);
+// After a job a worker spins for the next one this long, then it parks and costs nothing. The pieces of a bulk copy
+// come as fast as the copy engine reads them, 150 us apart.
+constexpr auto kSpin = std::chrono::microseconds(100), kSpinAfterLarge = std::chrono::microseconds(400);
 // Jobs that follow one another within this time are a burst.
 constexpr auto kBurst = std::chrono::microseconds(50);
 
@@ -131,6 +132,7 @@ bool Team::run(std::int64_t chunks, int threads, bool large, Chunk chunk, void* 
   last_job_ = now;
   if (!large && !burst) return false;
   start(parties - 1);
+  spin_after_.store(large ? kSpinAfterLarge : kSpin, std::memory_order_relaxed);
   open(parties, chunks, chunk, work_of_chunk);
   work(0, parties);
   close();
@@ -194,7 +196,7 @@ std::uint64_t Team::await(int worker, std::uint64_t seen) {
   Worker& self = workers_[static_cast<std::size_t>(worker)];
   const std::uint64_t bit = std::uint64_t{1} << worker;
   for (;;) {
-    const auto spin_until = Clock::now() + kSpin;
+    const auto spin_until = Clock::now() + spin_after_.load(std::memory_order_relaxed);
     for (unsigned spins = 0; spins % 64 != 63 || Clock::now() < spin_until; ++spins) {
       const std::uint64_t job = open_.load(std::memory_order_acquire);
       if (wanted(job)) return job;

@@ -92,6 +92,7 @@ class Team {
   void* work_ = nullptr;
   std::array<Range, kMaxParties> ranges_;  // by party
 
+  std::atomic<std::chrono::microseconds> spin_after_{};   // the last job
   std::atomic<int> wanted_{1};                            // parties of the last job
   alignas(kApart) std::atomic<std::uint64_t> parked_{0};  // bit w: worker w sleeps, and who clears it must wake it
   std::array<Worker, kMaxParties> workers_;               // worker w is party w + 1
