@@ -38,6 +38,8 @@ struct TorchNames {
   PyObject* get_default_dtype = nullptr;  // torch.get_default_dtype
   PyObject* device_type = nullptr;        // torch.device
   PyObject* empty_keywords = nullptr;     // ("dtype", "device")
+  PyObject* type = nullptr;               // "type" and "index", of a torch.device
+  PyObject* index = nullptr;
 };
 TorchNames names;
 
@@ -59,7 +61,7 @@ PyObject* item_of(PyObject* list, Py_ssize_t i) {  // borrowed
 // The shape as the first elements tell it; reading the others finds out whether they agree.
 struct Shape {
   int ndim = 0;
-  Py_ssize_t sizes[kMaxDims];
+  std::int64_t sizes[kMaxDims];
   std::size_t numel = 1;
 };
 
@@ -242,14 +244,35 @@ bool read_inferred(PyObject* data, Numbers* out) {
   }
 }
 
+// The index of a CUDA device that is in use already, so that torch has set it up; -1: none, or not written plainly.
+int known_cuda_index(PyObject* device) {
+  long index = -1;
+  if (PyLong_CheckExact(device)) {
+    index = PyLong_AsLong(device);
+  } else if (PyUnicode_CheckExact(device)) {
+    if (PyUnicode_CompareWithASCIIString(device, "cuda") == 0) index = current_cuda_device();
+  } else if (reinterpret_cast<PyObject*>(Py_TYPE(device)) == names.device_type) {
+    const nb::object type = nb::steal(PyObject_GetAttr(device, names.type));
+    const nb::object number = nb::steal(PyObject_GetAttr(device, names.index));
+    if (type.is_valid() && number.is_valid() && PyUnicode_CompareWithASCIIString(type.ptr(), "cuda") == 0) {
+      index = number.is_none() ? current_cuda_device() : PyLong_AsLong(number.ptr());
+    }
+  }
+  PyErr_Clear();
+  return index >= 0 && index < kMaxCudaDevices && cuda_devices[index] != nullptr ? static_cast<int>(index) : -1;
+}
+
 // torch.empty(shape, dtype=..., device=...), or the empty() of a simulated device. Null: neither, or it failed, which
 // is then the general path's to tell.
 nb::object allocate(const Numbers& numbers, PyObject* device) {
   PyObject* const dtype = names.dtypes[static_cast<int>(numbers.element)];
-  nb::object shape = nb::steal(PyTuple_New(numbers.shape.ndim));
-  for (int i = 0; i < numbers.shape.ndim; ++i) {
-    PyTuple_SetItem(shape.ptr(), i, PyLong_FromSsize_t(numbers.shape.sizes[i]));
+  const int ndim = numbers.shape.ndim;
+  if (const int index = known_cuda_index(device); index >= 0) {
+    PyObject* const made = empty_cuda_tensor(ndim, numbers.shape.sizes, dtype, index);
+    if (made != nullptr) return nb::steal(made);
   }
+  nb::object shape = nb::steal(PyTuple_New(ndim));
+  for (int i = 0; i < ndim; ++i) PyTuple_SetItem(shape.ptr(), i, PyLong_FromSsize_t(numbers.shape.sizes[i]));
   PyObject* made;
   if (reinterpret_cast<PyObject*>(Py_TYPE(device)) == names.device_type || PyUnicode_CheckExact(device) ||
       PyLong_CheckExact(device)) {
@@ -302,6 +325,8 @@ void bind_lists(nb::module_& m) {
   names.empty = nb::object(torch.attr("empty")).release().ptr();
   names.get_default_dtype = nb::object(torch.attr("get_default_dtype")).release().ptr();
   names.device_type = nb::object(torch.attr("device")).release().ptr();
+  names.type = PyUnicode_InternFromString("type");
+  names.index = PyUnicode_InternFromString("index");
   names.empty_keywords = nb::make_tuple("dtype", "device").release().ptr();
   m.def("try_to_device", &try_to_device, "data"_a.none(), "device"_a.none(), "dtype"_a.none(), "pool"_a.none(),
         nb::sig("def try_to_device(data: object, device: object, dtype: torch.dtype | None, pool: object | None) -> "

@@ -43,9 +43,16 @@ struct Shims {
   int (*ndim)(const void* tensor, std::int64_t* out) = nullptr;
   int (*shape)(const void* tensor, std::int64_t** out) = nullptr;
   int (*strides)(const void* tensor, std::int64_t** out) = nullptr;
-  std::int32_t strided = 0;         // the layout of plain tensors
-  std::int32_t cpu = 0, cuda = 0;   // device types
-  DlDataType dtypes[kDtypes] = {};  // by torch's number; bits 0: not known
+  std::int32_t strided = 0;               // the layout of plain tensors
+  std::int32_t cpu = 0, cuda = 0;         // device types
+  DlDataType dtypes[kDtypes] = {};        // by torch's number; bits 0: not known
+  PyObject* dtype_objects[kDtypes] = {};  // those that are known
+  // May be null: what makes tensors rather than reads them.
+  int (*current_device)(std::int32_t* out) = nullptr;
+  int (*empty)(std::int64_t ndim, const std::int64_t* shape, const std::int64_t* strides, std::int32_t dtype,
+               std::int32_t device_type, std::int32_t device_index, void** out) = nullptr;
+  int (*drop)(void* tensor) = nullptr;
+  PyObject* (*wrap)(const void* tensor) = nullptr;  // THPVariable_Wrap
   bool usable = false;
 };
 
@@ -272,6 +279,12 @@ void find_shims(PyObject* module) {
   shims.strided = strided();
   shims.cpu = cpu();
   shims.cuda = cuda();
+  if (!find_symbol(kLibrary, "aoti_torch_get_current_device_index", &shims.current_device) ||
+      !find_symbol(kLibrary, "aoti_torch_empty_strided", &shims.empty) ||
+      !find_symbol(kLibrary, "aoti_torch_delete_tensor_object", &shims.drop) ||
+      !find_symbol("libtorch_python.so", "_Z16THPVariable_WrapRKN2at10TensorBaseE", &shims.wrap)) {
+    shims.empty = nullptr;
+  }
   static constexpr const char* kNames[] = {
       "bool",       "uint8",         "uint16",      "uint32",          "uint64",          "int8",          "int16",
       "int32",      "int64",         "float16",     "bfloat16",        "float32",         "float64",       "complex64",
@@ -288,6 +301,7 @@ void find_shims(PyObject* module) {
     if (sample != nullptr && Py_TYPE(sample) == torch.tensor_type && view_by_dlpack(sample, &exact) &&
         shims.dtype(torch.native.tensor(sample), &number) == 0 && number >= 0 && number < kDtypes) {
       shims.dtypes[number] = exact.dtype;
+      shims.dtype_objects[number] = dtype;  // torch's dtypes live as long as torch
       if (!view_by_shims(shims, sample, &quick) || !same_view(exact, quick)) shims.dtypes[number] = {};
     }
     PyErr_Clear();
@@ -420,6 +434,32 @@ Stream cuda_current_stream(void*, int index) {
     throw std::runtime_error("torch has no current stream for cuda:" + std::to_string(index));
   }
   return stream;
+}
+
+int current_cuda_device() {
+  std::int32_t index = -1;
+  return torch.shims.empty != nullptr && torch.shims.current_device(&index) == 0 ? index : -1;
+}
+
+PyObject* empty_cuda_tensor(int ndim, const std::int64_t* shape, PyObject* dtype, int index) {
+  const Shims& shims = torch.shims;
+  if (shims.empty == nullptr || torch.native.function_mode() || torch.native.dispatch_modes(false)) return nullptr;
+  const auto number = std::find(std::begin(shims.dtype_objects), std::end(shims.dtype_objects), dtype);
+  if (number == std::end(shims.dtype_objects) || dtype == nullptr) return nullptr;
+  std::int64_t strides[kMaxDims], stride = 1;
+  for (int i = ndim - 1; i >= 0; --i) {
+    strides[i] = stride;
+    stride *= shape[i];
+  }
+  void* tensor = nullptr;
+  if (shims.empty(ndim, shape, strides, static_cast<std::int32_t>(number - std::begin(shims.dtype_objects)), shims.cuda,
+                  index, &tensor) != 0) {
+    return nullptr;
+  }
+  PyObject* const object = shims.wrap(tensor);
+  shims.drop(tensor);
+  PyErr_Clear();
+  return object;
 }
 
 PyObject* tensor_over_slot(const LeaseRef& lease, void* data, DlDevice device, int ndim, const std::int64_t* shape,

@@ -49,6 +49,13 @@ bool bump_version(_object* dst);
 
 Stream cuda_current_stream(void* unused, int index);
 
+// A new dense CUDA tensor from torch's allocator, as torch.empty() makes it in half the time; index -1 is the current
+// device. New reference, or nullptr, without an error set, when torch.empty() had better do it: a mode is active, the
+// dtype is not known, the allocation failed.
+_object* empty_cuda_tensor(int ndim, const std::int64_t* shape, _object* dtype, int index);
+// The index of the current CUDA device, or -1.
+int current_cuda_device();
+
 // A tensor over `data`, the bytes of an open lease as `device` addresses them; the slot is not reused while it or a
 // view of it lives. New reference, or nullptr with a Python error set.
 _object* tensor_over_slot(const LeaseRef& lease, void* data, DlDevice device, int ndim, const std::int64_t* shape,
