@@ -11,6 +11,7 @@
 namespace pinstage {
 namespace {
 
+constexpr auto kLine = static_cast<std::int64_t>(kernels::kLine);
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 
 // From how many bytes on which regime pays. Rows below kMinBlockRow bytes have one loop each, with plain stores.
@@ -19,8 +20,9 @@ constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 // copy engine must fetch it. So outputs that fit the last-level cache are stored plainly, and hot slots stay hot.
 struct Thresholds {
   std::int64_t stream_output;     // outputs from here may use non-temporal stores:
-  std::int64_t stream_short_row;  // rows up to here by kStream,
-  std::int64_t stream_long_row;   // rows from here by kStreamLong; those between are stored plainly
+  std::int64_t stream_short_row;  // rows up to here by kStreamWhole,
+  std::int64_t stream_long_row;   // rows from here by kStreamHeads; those between are stored plainly
+  std::int64_t heads_row;         // plain rows from here request heads (kHeads), shorter ones all of the row (kWhole)
   std::int64_t libc_row;          // plain rows from here go by memcpy
 };
 
@@ -29,18 +31,19 @@ constexpr Thresholds thresholds(Isa isa) noexcept {
     case Isa::kAvx2:
       // AMD Zen 3, 2 cores, 32 MB L3, cold table, 4 KB pages. Non-temporal stores win at every row size past 6 MB;
       // below, memcpy is ahead of our loop from rows of more than 4 KB.
-      return {6 << 20, (8 << 10) - 1, 8 << 10, (4 << 10) + 1};
+      return {6 << 20, (8 << 10) - 1, 8 << 10, kNever, (4 << 10) + 1};
     case Isa::kAvx512:
-      // Intel Ice Lake server, 2 cores, 48 MB L3, cold table, 4 KB pages; against memcpy row by row. Non-temporal
-      // against plain at 64 MB: 1.5x and 1.2x (rows 64 B), 1.2 and 1.1 (256 B), 1.4 and 1.6 (1 KB), 1.3 and 1.25
-      // (2 KB), 1.2 and 1.0 (4 KB), 1.5 and 1.0 (16 KB); at 8 MB they are even, at 1 MB it is 0.8 and 1.1 for 4 KB.
-      // Plain stores of whole lines keep ahead of memcpy at every size: 1.03-1.1 for rows >= 4 KB, 1.65 for 1 KB.
-      return {8 << 20, 512, 2 << 10, kNever};
+      // Intel Ice Lake server, 2 cores, 48 MB L3, cold 512 MB table, 4 KB pages. Heads are ahead of whole rows at every
+      // size: 1.2-1.4x for rows of 2 KB, 1.1-1.3x for 1 KB and 4 KB, 1.05-1.1x for shorter ones; and plain stores of
+      // whole lines ahead of memcpy row by row. Non-temporal stores against plain ones, both with heads: 0.8x for rows
+      // of 512 B and 0.9x for 1 KB at 64 MB; 1.0x for 2 KB; for 4 KB 0.95-1.0x at 1 MB, 1.2x at 8 MB, 1.3x at 64 MB;
+      // for 16 KB 1.05-1.1x at 1 MB, 1.3x at 8 MB, 1.5x at 64 MB.
+      return {8 << 20, 0, 4 << 10, kLine + 1, kNever};
     case Isa::kPortable:
       break;
   }
   // No non-temporal stores, and libc's memcpy has the vectors that portable code lacks.
-  return {kNever, 0, kNever, 2 << 10};
+  return {kNever, 0, kNever, kNever, 2 << 10};
 }
 
 // Rows that do not lie on whole lines begin and end with a line that is half streamed, half plain: below this size that
@@ -82,10 +85,10 @@ Regime short_regime(std::int64_t row_bytes) noexcept {
   }
 }
 
-Regime plain_regime(std::int64_t row_bytes, std::int64_t libc_row) noexcept {
-  if (row_bytes >= libc_row) return Regime::kLibc;
-  if (row_bytes == 64) return Regime::kRow64;
-  return row_bytes < static_cast<std::int64_t>(kernels::kPrefetchAhead) ? Regime::kBlocks : Regime::kLong;
+Regime plain_regime(std::int64_t row_bytes, const Thresholds& t) noexcept {
+  if (row_bytes >= t.libc_row) return Regime::kLibc;
+  if (row_bytes == kLine) return Regime::kRow64;
+  return row_bytes >= t.heads_row ? Regime::kHeads : Regime::kWhole;
 }
 
 bool rows_on_lines(const Gather& g) noexcept {
@@ -101,10 +104,10 @@ Regime choose_regime(const Gather& g, Isa isa) noexcept {
   const Thresholds t = thresholds(isa);
   if (!g.cached && g.outer * g.count * g.row_bytes >= t.stream_output) {
     const bool on_lines = rows_on_lines(g);
-    if (on_lines && g.row_bytes <= t.stream_short_row) return Regime::kStream;
-    if (g.row_bytes >= (on_lines ? t.stream_long_row : kStreamUnalignedRow)) return Regime::kStreamLong;
+    if (on_lines && g.row_bytes <= t.stream_short_row) return Regime::kStreamWhole;
+    if (g.row_bytes >= (on_lines ? t.stream_long_row : kStreamUnalignedRow)) return Regime::kStreamHeads;
   }
-  return plain_regime(g.row_bytes, t.libc_row);
+  return plain_regime(g.row_bytes, t);
 }
 
 GatherRange gather_range_for(const Gather& g) noexcept {

@@ -30,7 +30,8 @@ struct Gather {
 std::int64_t first_bad_index(const void* index, bool is_64, std::int64_t stride, std::int64_t count,
                              std::int64_t rows) noexcept;
 
-// The index must have been checked. dst and src must not overlap.
+// The index must have been checked. One that is written meanwhile, a race of the caller's, gives other rows of the
+// table, never bytes outside it. dst and src must not overlap.
 void gather(const Gather& g) noexcept;
 
 // Copies rows [begin, end) of one outer index. Its stores come before whatever the calling thread publishes afterwards,

@@ -25,8 +25,8 @@ struct Avx2 {
     }
   };
 
-  // As for plain stores (Zen 3).
-  static constexpr kernels::Hint kStreamHint = kernels::kAllLevels;
+  // As for longer rows (Zen 3).
+  static constexpr kernels::Hint kShortHint = kernels::kAllLevels;
 
   static bool supported() noexcept { return __builtin_cpu_supports("avx2") != 0; }
 

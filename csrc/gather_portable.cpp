@@ -15,7 +15,7 @@ struct Portable {
     static void finish() noexcept {}
   };
 
-  static constexpr kernels::Hint kStreamHint = kernels::kAllLevels;
+  static constexpr kernels::Hint kShortHint = kernels::kAllLevels;
 
   static bool supported() noexcept { return true; }
 

@@ -79,12 +79,8 @@ std::vector<Regime> regimes_of(std::int64_t row_bytes) {
     regimes.push_back(Regime::kShort);
     return regimes;
   }
-  regimes.push_back(Regime::kBlocks);
-  if (row_bytes % static_cast<std::int64_t>(kernels::kLine) == 0) regimes.push_back(Regime::kStream);
-  if (row_bytes >= static_cast<std::int64_t>(kernels::kPrefetchAhead)) {
-    regimes.push_back(Regime::kLong);
-    regimes.push_back(Regime::kStreamLong);
-  }
+  for (Regime any : {Regime::kWhole, Regime::kHeads, Regime::kStreamHeads}) regimes.push_back(any);
+  if (row_bytes % static_cast<std::int64_t>(kernels::kLine) == 0) regimes.push_back(Regime::kStreamWhole);
   return regimes;
 }
 
@@ -145,7 +141,7 @@ class Bench {
     for (const Kernels* table : tables_) {
       for (Regime regime : regimes_of(shape.row_bytes)) {
         Shape s = shape;
-        if (regime == Regime::kStream) {  // wants rows on lines
+        if (regime == Regime::kStreamWhole) {  // wants rows on lines
           s.dst_gap = s.dst_gap / 64 * 64;
           s.dst.offset = 0;
         }
@@ -306,7 +302,7 @@ TEST("case 30: row offsets beyond 2^31 and 2^32 bytes find their rows, by int32 
   const std::int64_t index64[] = {3, 0, 2, 1};
   const std::int32_t index32[] = {3, 0, 2, 1};
   for (const Kernels* kernels : supported_kernels()) {
-    for (Regime regime : {Regime::kBlocks, Regime::kLibc}) {
+    for (Regime regime : {Regime::kWhole, Regime::kHeads, Regime::kLibc}) {
       for (bool is_64 : {false, true}) {
         for (bool backwards : {false, true}) {
           std::vector<char> out(static_cast<std::size_t>(kOuter * 4 * kRow));
@@ -395,6 +391,34 @@ TEST("case 31: with no rows every index is out of range, with more than 2^31 eve
   }
 }
 
+TEST("case 31: an index that changes after the check gives rows of the table, never bytes outside it") {
+  constexpr std::int64_t kRows = 6, kRow = 640;
+  FencedMemory memory(kRows * kRow);
+  char* table = memory.end() - kRows * kRow;  // a row past the last one faults, as the page before the first does
+  for (std::int64_t row = 0; row < kRows; ++row) std::memset(table + row * kRow, static_cast<int>(row + 1), kRow);
+  const std::int64_t index64[] = {
+      2, -1, kRows, std::numeric_limits<std::int64_t>::min(), std::numeric_limits<std::int64_t>::max(), 3};
+  const std::int32_t index32[] = {
+      2, -1, kRows, std::numeric_limits<std::int32_t>::min(), std::numeric_limits<std::int32_t>::max(), 3};
+  for (const Kernels* kernels : supported_kernels()) {
+    for (std::int64_t row_bytes : {1, 2, 4, 8, 16, 32, 48, 64, 100, 640}) {
+      for (Regime regime : regimes_of(row_bytes)) {
+        for (bool is_64 : {false, true}) {
+          alignas(64) char out[6 * 640];
+          const void* index = is_64 ? static_cast<const void*>(index64) : index32;
+          const Gather g{table, kRows, kRow, 0, out, row_bytes, 0, 1, row_bytes, index, 1, is_64, 6};
+          kernels->range[static_cast<int>(regime)][is_64 ? 1 : 0](g, 0, 0, 6);
+          for (std::int64_t i = 0; i < 6; ++i) {
+            const int want = i == 0 ? 3 : i == 5 ? 4 : static_cast<int>(kRows);
+            CHECK_EQ(static_cast<int>(out[i * row_bytes]), want);
+            CHECK_EQ(static_cast<int>(out[(i + 1) * row_bytes - 1]), want);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST("gather takes each regime by itself, past the size of non-temporal stores too") {
   Rng rng(check::printed_seed());
   const IsaGuard guard;
@@ -434,14 +458,14 @@ TEST("only large outputs are streamed, and rows off the lines only when they are
   };
   constexpr std::int64_t kSmall = 1 << 20, kLarge = 64 << 20;
   CHECK_EQ(regime(64, kSmall, 0), Regime::kRow64);
-  CHECK_EQ(regime(256, kSmall, 0), Regime::kBlocks);
-  CHECK_EQ(regime(4096, kSmall, 0), Regime::kLong);
+  CHECK_EQ(regime(256, kSmall, 0), Regime::kHeads);
+  CHECK_EQ(regime(4096, kSmall, 0), Regime::kHeads);
   CHECK_EQ(regime(32, kLarge, 0), Regime::kRow32);
-  CHECK_EQ(regime(256, kLarge, 0), Regime::kStream);
-  CHECK_EQ(regime(256, kLarge, 32), Regime::kBlocks);
-  CHECK_EQ(regime(4096, kLarge, 0), Regime::kStreamLong);
-  CHECK_EQ(regime(4096, kLarge, 8), Regime::kLong);
-  CHECK_EQ(regime(65536, kLarge, 8), Regime::kStreamLong);
+  CHECK_EQ(regime(256, kLarge, 0), Regime::kHeads);
+  CHECK_EQ(regime(256, kLarge, 32), Regime::kHeads);
+  CHECK_EQ(regime(4096, kLarge, 0), Regime::kStreamHeads);
+  CHECK_EQ(regime(4096, kLarge, 8), Regime::kHeads);
+  CHECK_EQ(regime(65536, kLarge, 8), Regime::kStreamHeads);
 }
 
 TEST("parts of the rows that threads copy by themselves make the whole") {
