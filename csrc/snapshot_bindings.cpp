@@ -75,52 +75,6 @@ bool try_copy(nb::handle dst, nb::handle src, nb::handle given_pool) {
   });
 }
 
-// copy_ as a builtin: what try_copy takes is done without the frame of a Python function (0.1 us); every other call,
-// and whatever try_copy declines, goes to that function, the builtin's self, as it came.
-PyObject* call_copy(PyObject* general, PyObject* const* args, Py_ssize_t count, PyObject* names) {
-  nb::handle pool = nb::none();
-  bool fast = count == 2 || (count == 3 && args[2] == Py_True);
-  if (names != nullptr) {
-    for (Py_ssize_t i = 0; i < PyTuple_Size(names); ++i) {
-      PyObject* const name = PyTuple_GetItem(names, i);
-      if (PyUnicode_CompareWithASCIIString(name, "pool") == 0) {
-        pool = args[count + i];
-      } else {
-        fast = fast && count == 2 && args[count + i] == Py_True &&
-               PyUnicode_CompareWithASCIIString(name, "non_blocking") == 0;
-      }
-    }
-  }
-  if (fast) {
-    try {
-      if (try_copy(args[0], args[1], pool)) {
-        Py_INCREF(args[0]);
-        return args[0];
-      }
-    } catch (const Error& error) {
-      raise(error);
-      return nullptr;
-    } catch (const Interrupted&) {
-      return nullptr;
-    } catch (const std::exception& error) {
-      PyErr_SetString(PyExc_RuntimeError, error.what());
-      return nullptr;
-    }
-  }
-  return PyObject_Vectorcall(general, args, static_cast<std::size_t>(count), names);
-}
-
-// Called once, with the Python function; the builtin has its name, signature and documentation.
-nb::object with_fast_path(nb::callable general) {
-  static std::string doc;
-  static PyMethodDef method = {"copy_", nullptr, METH_FASTCALL | METH_KEYWORDS, nullptr};
-  doc = "copy_(dst, src, non_blocking=True, *, pool=None)\n--\n\n" + nb::cast<std::string>(general.attr("__doc__"));
-  method.ml_meth = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_copy));
-  method.ml_doc = doc.c_str();
-  const nb::object module_name = general.attr("__module__");
-  return nb::steal(PyCFunction_NewEx(&method, general.ptr(), module_name.ptr()));
-}
-
 // The checked gather of `src` rows along `dim`; false when `src` or `index` is not of the form that the kernels take.
 bool plan_checked_gather(const TensorView& src, const TensorView& index, int dim, Gather* rows) {
   if (!on_host(src) || !on_host(index) || index.ndim != 1 || index.dtype.code != kDlInt ||
@@ -171,7 +125,11 @@ bool try_gather(nb::handle out, nb::handle src, nb::handle index, int dim) {
     throw Error(ErrorKind::kValue, "out overlaps src or index, which the gather still reads; pass an out of its own");
   }
   rows.dst = o.data;
-  {
+  // A few µs at most: for less than letting go of the GIL and taking it again may cost.
+  constexpr std::int64_t kWithGil = 32 << 10;
+  if (rows.outer * rows.count * rows.row_bytes <= kWithGil) {
+    gather(rows);
+  } else {
     const ReleasedGil no_gil;
     gather_in_parallel(rows);
   }
@@ -179,13 +137,92 @@ bool try_gather(nb::handle out, nb::handle src, nb::handle index, int dim) {
   return true;
 }
 
+// --- builtins: what a fast path takes is done without the frame of a Python function (0.1 us); every other call, and
+// whatever it declines, goes to that function, the builtin's self, as it came ---
+
+// `written` with a new reference when `fast()` did it, else what `general` makes of the arguments.
+template <class Fast>
+PyObject* fast_or_general(PyObject* written, Fast&& fast, PyObject* general, PyObject* const* args, Py_ssize_t count,
+                          PyObject* names) {
+  try {
+    if (fast()) {
+      Py_INCREF(written);
+      return written;
+    }
+  } catch (const Error& error) {
+    raise(error);
+    return nullptr;
+  } catch (const Interrupted&) {
+    return nullptr;
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+  return PyObject_Vectorcall(general, args, static_cast<std::size_t>(count), names);
+}
+
+bool is_named(PyObject* names, Py_ssize_t i, const char* name) {
+  return PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, i), name) == 0;
+}
+
+PyObject* call_copy(PyObject* general, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  nb::handle pool = nb::none();
+  bool plain = count == 2 || (count == 3 && args[2] == Py_True);
+  for (Py_ssize_t i = 0; names != nullptr && i < PyTuple_Size(names); ++i) {
+    if (is_named(names, i, "pool")) {
+      pool = args[count + i];
+    } else {
+      plain = plain && count == 2 && args[count + i] == Py_True && is_named(names, i, "non_blocking");
+    }
+  }
+  const auto fast = [&] { return plain && try_copy(args[0], args[1], pool); };
+  return fast_or_general(args[0], fast, general, args, count, names);
+}
+
+PyObject* call_gather_rows(PyObject* general, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  PyObject* out = Py_None;
+  long dim = 0;
+  bool plain = count == 2;
+  for (Py_ssize_t i = 0; names != nullptr && i < PyTuple_Size(names); ++i) {
+    if (is_named(names, i, "out")) {
+      out = args[count + i];
+    } else if (is_named(names, i, "dim") && PyLong_CheckExact(args[count + i])) {
+      int overflow = 0;
+      dim = PyLong_AsLongAndOverflow(args[count + i], &overflow);
+      plain = plain && dim >= 0 && dim < kMaxDims;
+    } else {
+      plain = false;
+    }
+  }
+  const auto fast = [&] { return plain && out != Py_None && try_gather(out, args[0], args[1], static_cast<int>(dim)); };
+  return fast_or_general(out, fast, general, args, count, names);
+}
+
+// Called once a function, with the Python one; the builtin has its name, signature and documentation.
+template <PyObject* (*kCall)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*)>
+nb::object builtin(const nb::callable& general, const char* signature) {
+  static const std::string name = nb::cast<std::string>(general.attr("__name__"));
+  static const std::string doc = name + signature + "\n--\n\n" + nb::cast<std::string>(general.attr("__doc__"));
+  static PyMethodDef method = {name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(kCall)),
+                               METH_FASTCALL | METH_KEYWORDS, doc.c_str()};
+  const nb::object module_name = general.attr("__module__");
+  return nb::steal(PyCFunction_NewEx(&method, general.ptr(), module_name.ptr()));
+}
+
 }  // namespace
 
 void bind_snapshots(nb::module_& m) {
   m.def("try_copy", &try_copy, "dst"_a, "src"_a, "pool"_a.none());
-  m.def("with_fast_path", &with_fast_path, "copy"_a,
-        nb::sig("def with_fast_path(copy: Callable[..., typing.Any]) -> Callable[..., typing.Any]"),
-        "copy_ as a builtin, with `copy` for what its fast path declines.");
+  m.def(
+      "copy_builtin",
+      [](nb::callable general) { return builtin<call_copy>(general, "(dst, src, non_blocking=True, *, pool=None)"); },
+      "general"_a, nb::sig("def copy_builtin(general: Callable[..., typing.Any]) -> Callable[..., typing.Any]"),
+      "copy_ as a builtin, with `general` for what its fast path declines.");
+  m.def(
+      "gather_rows_builtin",
+      [](nb::callable general) { return builtin<call_gather_rows>(general, "(src, index, *, dim=0, out=None)"); },
+      "general"_a, nb::sig("def gather_rows_builtin(general: Callable[..., typing.Any]) -> Callable[..., typing.Any]"),
+      "gather_rows as a builtin, likewise.");
   m.def("try_copy_rows", &try_copy_rows, "dst"_a, "src"_a, "index"_a, "dim"_a, "pool"_a.none());
   m.def("try_gather", &try_gather, "out"_a, "src"_a, "index"_a, "dim"_a);
 }

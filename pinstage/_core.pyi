@@ -138,8 +138,11 @@ def simulated_error(status: int) -> tuple[str, str]:
 
 def try_copy(dst: object, src: object, pool: object | None) -> bool: ...
 
-def with_fast_path(copy: Callable[..., Any]) -> Callable[..., Any]:
-    """copy_ as a builtin, with `copy` for what its fast path declines."""
+def copy_builtin(general: Callable[..., Any]) -> Callable[..., Any]:
+    """copy_ as a builtin, with `general` for what its fast path declines."""
+
+def gather_rows_builtin(general: Callable[..., Any]) -> Callable[..., Any]:
+    """gather_rows as a builtin, likewise."""
 
 def try_copy_rows(dst: object, src: object, index: object, dim: int, pool: object | None) -> bool: ...
 

@@ -77,7 +77,7 @@ def copy_(dst: torch.Tensor, src: Any, non_blocking: bool = True, *, pool: Stagi
 
 
 if not TYPE_CHECKING:
-    copy_ = _core.with_fast_path(copy_)
+    copy_ = _core.copy_builtin(copy_)
 
 
 def _pool_of(device: _core.Device, pool: StagingPool | None) -> StagingPool:

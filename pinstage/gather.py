@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -124,8 +124,7 @@ def gather_rows(src: Any, index: Any, *, dim: int = 0, out: torch.Tensor | None 
         >>> pinstage.gather_rows(torch.tensor([[1, 2], [3, 4]]), [1, 1, 0]).tolist()
         [[3, 4], [3, 4], [1, 2]]
     """
-    if out is not None and _core.try_gather(out, src, index, dim):
-        return out
+    # What comes here has no `out`, or not one dense block of rows, or an index that is no tensor yet.
     src, index = as_host_tensor(src, "src"), as_index(index)
     if out is None:
         shape = list(src.shape)
@@ -139,6 +138,10 @@ def gather_rows(src: Any, index: Any, *, dim: int = 0, out: torch.Tensor | None 
     if torch._C._overlaps(out, src) or torch._C._overlaps(out, index):
         raise ValueError("out overlaps src or index, which the gather still reads; pass an out of its own")
     return torch.index_select(src, dim, index, out=out) if out.numel() else out
+
+
+if not TYPE_CHECKING:
+    gather_rows = _core.gather_rows_builtin(gather_rows)
 
 
 def set_num_threads(threads: int) -> None:
