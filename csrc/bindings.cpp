@@ -306,6 +306,16 @@ NB_MODULE(_core, m) {
   m.def("num_threads", [] { return Team::instance().threads(); });
   Team::instance();  // reads PINSTAGE_THREADS: a mistake in it shows at import
   m.def("isa", &isa, "The instruction set of the gather kernels in use.");
+  m.def(
+      "supported_isas",
+      [] {
+        nb::list names;
+        for (const char* name : supported_isas()) names.append(name);
+        return names;
+      },
+      nb::sig("def supported_isas() -> list[str]"), "Those that this CPU can run, best first.");
+  m.def("torch_access", &torch_access, "How tensors are read: \"shims\", \"native\" or \"python\", quickest first.");
+  m.def("usable_cpus", &usable_cpus, "CPUs that this process may run on.");
 
   nb::class_<Ticket>(m, "Ticket")
       .def("done", &Ticket::done, Unlocked())

@@ -53,6 +53,14 @@ const Kernels& active_kernels() noexcept {
 
 const char* isa() noexcept { return active_kernels().name; }
 
+std::vector<const char*> supported_isas() {
+  std::vector<const char*> names;
+  for (const Kernels* table : kBestFirst) {
+    if (table->supported()) names.push_back(table->name);
+  }
+  return names;
+}
+
 void select_isa(const char* name) {
   const bool any = name == nullptr || *name == '\0';
   chosen.store(any ? &best() : &named(name), std::memory_order_relaxed);

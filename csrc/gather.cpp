@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gather.h"
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 
@@ -132,6 +133,19 @@ void copy_bytes(void* dst, const void* src, std::size_t nbytes) noexcept {
     std::memcpy(dst, src, nbytes);
   } else {
     active_kernels().stream(static_cast<char*>(dst), static_cast<const char*>(src), nbytes);
+  }
+}
+
+void concatenate(char* dst, const Piece* pieces, std::size_t count) noexcept {
+  // Pieces lie in memory of their own, a page each or more: what they wait for is what rows wait for (kHeadsAhead).
+  constexpr std::size_t kPiecesAhead = 8;
+  for (std::size_t i = 0; i < std::min(count, kPiecesAhead); ++i) {
+    kernels::prefetch<kernels::kAllLevels>(pieces[i].data);
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i + kPiecesAhead < count) kernels::prefetch<kernels::kAllLevels>(pieces[i + kPiecesAhead].data);
+    copy_bytes(dst, pieces[i].data, pieces[i].nbytes);
+    dst += pieces[i].nbytes;
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace pinstage {
 
@@ -45,8 +46,19 @@ GatherRange gather_range_for(const Gather& g) noexcept;
 // Plain copy of a contiguous block into a slot, by the kernel that suits its size.
 void copy_bytes(void* dst, const void* src, std::size_t nbytes) noexcept;
 
+struct Piece {
+  const char* data;
+  std::size_t nbytes;
+};
+
+// Copies `count` pieces from anywhere into one block, one behind the other.
+void concatenate(char* dst, const Piece* pieces, std::size_t count) noexcept;
+
 // The instruction set in use: "avx512", "avx2" or "portable".
 const char* isa() noexcept;
+
+// Those that this CPU can run, best first.
+std::vector<const char*> supported_isas();
 
 // Forces one; null or empty chooses the CPU's best. The bindings pass PINSTAGE_ISA at import. Throws
 // std::invalid_argument, with the valid names, when the name is unknown or the CPU lacks it; the choice then stays.

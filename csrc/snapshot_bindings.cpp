@@ -7,6 +7,7 @@
 
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bindings.h"
 #include "gil.h"
@@ -111,6 +112,39 @@ bool try_copy_rows(nb::handle dst, nb::handle src, nb::handle index, int dim, nb
   const TensorView part = narrow(d, dim, rows.count);
   return snapshot(dst, src, part, given_pool, [&](Pool& pool, const CopyPlan& plan, Stream stream) {
     stage_rows(pool, plan, part.data, rows, stream, wait_for({}));
+  });
+}
+
+// dst.narrow(0, 0, total) <- torch.cat(pieces), of a list or tuple of dense tensors of dst's dtype and row shape.
+bool try_copy_pieces(nb::handle dst, nb::handle sources, nb::handle given_pool) {
+  TensorView d;
+  if (!view_tensor(dst.ptr(), &d) || d.ndim == 0) return false;
+  const Py_ssize_t count = PySequence_Size(sources.ptr());
+  if (count < 1) {
+    PyErr_Clear();
+    return false;
+  }
+  std::vector<Piece> pieces;
+  pieces.reserve(static_cast<std::size_t>(count));
+  std::int64_t rows = 0;
+  nb::object first;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const nb::object source = nb::steal(PySequence_GetItem(sources.ptr(), i));
+    TensorView s;
+    if (!source.is_valid() || !view_tensor(source.ptr(), &s)) {
+      PyErr_Clear();
+      return false;
+    }
+    if (s.ndim == 0 || !on_host(s) || !s.contiguous() || !copies_bytes_only(dst.ptr(), source.ptr(), d.dtype)) {
+      return false;
+    }
+    if (!takes_rows(d, s, 0, rows += s.shape[0])) return false;
+    pieces.push_back({s.data, s.nbytes()});
+    if (i == 0) first = source;
+  }
+  const TensorView part = narrow(d, 0, rows);
+  return snapshot(dst, first, part, given_pool, [&](Pool& pool, const CopyPlan& plan, Stream stream) {
+    stage_pieces(pool, plan, part.data, pieces, stream, wait_for({}));
   });
 }
 
@@ -224,6 +258,7 @@ void bind_snapshots(nb::module_& m) {
       "general"_a, nb::sig("def gather_rows_builtin(general: Callable[..., typing.Any]) -> Callable[..., typing.Any]"),
       "gather_rows as a builtin, likewise.");
   m.def("try_copy_rows", &try_copy_rows, "dst"_a, "src"_a, "index"_a, "dim"_a, "pool"_a.none());
+  m.def("try_copy_pieces", &try_copy_pieces, "dst"_a, "pieces"_a, "pool"_a.none());
   m.def("try_gather", &try_gather, "out"_a, "src"_a, "index"_a, "dim"_a);
 }
 

@@ -38,6 +38,12 @@ void stage_rows(Pool& pool, const CopyPlan& plan, char* dst, Gather rows, Stream
   });
 }
 
+void stage_pieces(Pool& pool, const CopyPlan& plan, char* dst, const std::vector<Piece>& pieces, Stream stream,
+                  const Wait& wait) {
+  pool.stage(plan.nbytes(), plan, reinterpret_cast<DevicePtr>(dst), stream, wait,
+             [&](char* slot) { concatenate(slot, pieces.data(), pieces.size()); });
+}
+
 TensorView narrow(const TensorView& dst, int dim, std::int64_t count) {
   TensorView view = dst;
   view.shape[dim] = count;

@@ -427,6 +427,8 @@ bool bump_version(PyObject* dst) {
   return result != nullptr;
 }
 
+const char* torch_access() { return torch.shims.usable ? "shims" : torch.native.word != 0 ? "native" : "python"; }
+
 Stream cuda_current_stream(void*, int index) {
   void* stream = nullptr;
   if (torch.exchange->current_work_stream(kDlCuda, index, &stream) != 0) {

@@ -47,6 +47,9 @@ bool is_inference(_object* tensor);
 // Counts an in-place write to dst, as torch does; inference tensors have no count. False: torch refuses such a write.
 bool bump_version(_object* dst);
 
+// How tensors are read: "shims", "native" (the exchange API, and torch's functions for what it lacks) or "python".
+const char* torch_access();
+
 Stream cuda_current_stream(void* unused, int index);
 
 // A new dense CUDA tensor from torch's allocator, as torch.empty() makes it in half the time; index -1 is the current

@@ -146,6 +146,8 @@ def gather_rows_builtin(general: Callable[..., Any]) -> Callable[..., Any]:
 
 def try_copy_rows(dst: object, src: object, index: object, dim: int, pool: object | None) -> bool: ...
 
+def try_copy_pieces(dst: object, pieces: object, pool: object | None) -> bool: ...
+
 def try_gather(out: object, src: object, index: object, dim: int) -> bool: ...
 
 def try_copy_batch(dsts: object | None, srcs: object | None, pool: object | None) -> int:
@@ -171,6 +173,15 @@ def num_threads() -> int: ...
 
 def isa() -> str:
     """The instruction set of the gather kernels in use."""
+
+def supported_isas() -> list[str]:
+    """Those that this CPU can run, best first."""
+
+def torch_access() -> str:
+    """How tensors are read: "shims", "native" or "python", quickest first."""
+
+def usable_cpus() -> int:
+    """CPUs that this process may run on."""
 
 class Ticket:
     def done(self) -> bool: ...

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +15,7 @@ from pinstage import _core
 from pinstage.bulk import Region, snapshot
 from pinstage.devices import holding
 from pinstage.dtypes import stageable
-from pinstage.gather import as_host_tensor, as_index, check_rows, gather_rows
+from pinstage.gather import as_host_tensor, as_index, check_segments, check_rows, gather_rows
 from pinstage.pool import StagingPool, default_pool
 
 
@@ -144,22 +146,24 @@ def _torch_must_see(dst: torch.Tensor, src: torch.Tensor) -> bool:
 def copy_rows_(
     dst: torch.Tensor,
     src: Any,
-    index: Any,
+    index: Any = None,
     *,
     dim: int = 0,
     pool: StagingPool | None = None,
 ) -> torch.Tensor:
-    """Copies rows of a host table: ``dst.narrow(dim, 0, len(index)) <- src.index_select(dim, index)``.
+    """Copies rows of a host table, or of many: ``dst.narrow(dim, 0, n) <- src.index_select(dim, index)``.
 
     The rows are gathered straight into a pinned slot; `src` and `index` may be written as soon as the call returns
     (contract: snapshot), but not by another thread before. Many rows go in pieces, as a large source of `copy_` does.
+    Without an index, `src` is a sequence of segments, whose rows follow one another:
+    ``dst.narrow(dim, 0, n) <- torch.cat(src, dim)``, as for the block lists of a batch's requests.
 
     Args:
-        dst: tensor on a CUDA device, of src's dtype and of its shape except along `dim`, where it has at least
-            ``len(index)``. Rows past that are left alone.
-        src: CPU tensor or NumPy array, the table.
+        dst: tensor on a CUDA device, of src's dtype and of its shape except along `dim`, where it has at least the `n`
+            rows that are copied. Rows past those are left alone.
+        src: CPU tensor or NumPy array, the table; or, without an index, a list or tuple of them.
         index: rows to take, in order, repeats allowed: 1-D int32 or int64 CPU tensor, NumPy array, or list of ints.
-        dim: the dimension that `index` counts along.
+        dim: the dimension that `index` counts along, or that the segments follow one another along.
         pool: the staging pool; None is the default pool of dst's device.
 
     Returns:
@@ -167,8 +171,9 @@ def copy_rows_(
 
     Raises:
         IndexError: an index is negative or past the table (the message names the first and its place), or a bad `dim`.
-        ValueError: shapes or dtypes that do not fit, dst too small, or a pool of another device.
-        TypeError: an index that is not of integers.
+        ValueError: shapes or dtypes that do not fit (the message names the segment), dst too small, or a pool of
+            another device.
+        TypeError: an index that is not of integers, or none with a table.
         CaptureError, PoolExhausted, DriverError: as `copy_`.
         Whatever is raised, dst was not written, unless the message says that pieces were enqueued before.
 
@@ -180,25 +185,68 @@ def copy_rows_(
         ...     dst = dev.empty((3, 2), torch.int64)
         ...     _ = pinstage.copy_rows_(dst, table, [3, 0, 3])
         ...     dev.synchronize()
-        ...     dst.tolist()
+        ...     print(dst.tolist())
+        ...     blocks = dev.zeros(5, dtype=torch.int64)
+        ...     _ = pinstage.copy_rows_(blocks, [torch.tensor([7, 2]), torch.tensor([9])])
+        ...     dev.synchronize()
+        ...     print(blocks.tolist())
         [[6, 7], [0, 1], [6, 7]]
+        [7, 2, 9, 0, 0]
     """
+    if index is None:
+        return _copy_segments(dst, src, dim, pool)
     if _core.try_copy_rows(dst, src, index, dim, pool):
         return dst
     src, index = as_host_tensor(src, "src"), as_index(index)
     dim = check_rows(dst, src, index, dim, exact=False)
-    part = dst.narrow(dim, 0, index.numel())
-    device = holding(dst)
-    if device is None:
-        if dst.device.type != "cpu":
-            raise ValueError(f"dst is on {dst.device}; copy_rows_ writes CUDA (or host) tensors")
-        part.copy_(gather_rows(src, index, dim=dim))
-        return dst
-    device.require_not_capturing(device.current_stream)
-    pool = _pool_of(device, pool)
-    if part.numel() == 0 or _core.try_copy_rows(dst, src, index, dim, pool):
-        return dst
-    if _torch_must_see(part, src):
-        return _leave_to_torch(part, gather_rows(src, index, dim=dim), non_blocking=False)
-    snapshot(pool, part, lambda slot, region: _gather_part(slot, src, index, dim, region))
+    if not _core.try_copy_rows(dst, src, index, dim, pool):  # they are tensors now
+        part = dst.narrow(dim, 0, index.numel())
+        _stage_rows(part, [src], lambda slot, region: _gather_part(slot, src, index, dim, region), pool)
     return dst
+
+
+def _copy_segments(dst: torch.Tensor, src: Any, dim: int, pool: StagingPool | None) -> torch.Tensor:
+    if not isinstance(src, (list, tuple)):
+        raise TypeError(f"without an index, src is a list or tuple of tensors, not {type(src).__name__}")
+    if dim == 0 and _core.try_copy_segments(dst, src, pool):
+        return dst
+    segments = [as_host_tensor(segment, f"src[{i}]") for i, segment in enumerate(src)]
+    dim, rows = check_segments(dst, segments, dim)
+    segments = [segment for segment in segments if segment.numel()]  # torch gives empty tensors no address
+    if dim == 0 and segments and _core.try_copy_segments(dst, segments, pool):
+        return dst
+
+    whole = cache(lambda: torch.cat(segments, dim))
+
+    def concatenate(slot: torch.Tensor, region: Region | None) -> None:
+        with torch.no_grad():
+            if region is None:
+                torch.cat(segments, dim, out=slot)
+            else:
+                slot.copy_(whole()[region])
+
+    _stage_rows(dst.narrow(dim, 0, rows), segments, concatenate, pool)
+    return dst
+
+
+def _stage_rows(
+    part: torch.Tensor,
+    sources: Sequence[torch.Tensor],
+    fill: Callable[[torch.Tensor, Region | None], object],
+    pool: StagingPool | None,
+) -> None:
+    """Copies to `part` what `fill` makes of the sources, see `bulk.snapshot`."""
+    device = holding(part)
+    if device is not None:
+        device.require_not_capturing(device.current_stream)
+        pool = _pool_of(device, pool)
+    elif part.device.type != "cpu":
+        raise ValueError(f"dst is on {part.device}; copy_rows_ writes CUDA (or host) tensors")
+    if part.numel() == 0:
+        return
+    if pool is None or device is None or any(_torch_must_see(part, source) for source in sources):
+        made = torch.empty(part.shape, dtype=part.dtype)
+        fill(made, None)
+        _leave_to_torch(part, made, non_blocking=False)
+    else:
+        snapshot(pool, part, fill)

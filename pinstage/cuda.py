@@ -47,6 +47,17 @@ def resolve_entries() -> dict[str, int]:
     return addresses
 
 
+def driver_version() -> int:
+    """The CUDA version of the installed driver: 12080 for 12.8.
+
+    Raises:
+        DriverError: no CUDA driver is installed.
+    """
+    from cuda.bindings import driver
+
+    return int(_checked("cuDriverGetVersion", driver.cuDriverGetVersion()))
+
+
 def open_device(index: int, overrides: dict[str, int] | None = None) -> _core.Device:
     """Sets the GPU `index` up, in its primary context (which torch uses too).
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,6 +101,39 @@ def check_rows(out: torch.Tensor, src: torch.Tensor, index: torch.Tensor, dim: i
             f"index {int(index[position])} at position {position} is out of range for {src.shape[dim]} rows"
         )
     return dim
+
+
+def check_segments(dst: torch.Tensor, segments: Sequence[torch.Tensor], dim: int) -> tuple[int, int]:
+    """Checks a concatenation before anything is written.
+
+    Args:
+        dst: the destination, which has at least the segments' rows.
+        segments: what follows one another along `dim`.
+        dim: maybe negative.
+
+    Returns:
+        `dim`, not negative, and the segments' rows.
+
+    Raises:
+        IndexError: `dim` is out of range.
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    dim, rows = _dimension(dst, dim), 0
+    for i, segment in enumerate(segments):
+        if segment.device.type != "cpu" or holding(segment) is not None:
+            raise ValueError(f"segments are read on the host; src[{i}] is on {segment.device}, in device memory")
+        if segment.dtype != dst.dtype:
+            raise ValueError(f"the destination is of {dst.dtype}, src[{i}] of {segment.dtype}")
+        expected = (*dst.shape[:dim], *segment.shape[dim : dim + 1], *dst.shape[dim + 1 :])
+        if tuple(segment.shape) != expected:
+            raise ValueError(
+                f"the destination is {tuple(dst.shape)}; src[{i}] of {tuple(segment.shape)} may differ from it only "
+                f"along dimension {dim}"
+            )
+        rows += segment.shape[dim]
+    if rows > dst.shape[dim]:
+        raise ValueError(f"the {len(segments)} segments have {rows} rows, the destination {dst.shape[dim]}")
+    return dim, rows
 
 
 def gather_rows(src: Any, index: Any, *, dim: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -12,7 +12,7 @@ import argparse
 import sys
 from typing import NoReturn
 
-from pinstage.cli import demo
+from pinstage.cli import demo, doctor
 from pinstage.cli.errors import UsageError
 
 _EXTRA = "cli"  # holds what the commands import beyond pinstage's own dependencies
@@ -31,6 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="pinstage", description="Race-free staging for asynchronous host-to-device copies.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     demo.add_arguments(commands.add_parser("demo", help=demo.SUMMARY, description=demo.DESCRIPTION))
+    doctor.add_arguments(commands.add_parser("doctor", help=doctor.SUMMARY, description=doctor.DESCRIPTION))
     return parser
 
 

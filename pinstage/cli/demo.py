@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pinstage.budget import available_memory
 from pinstage.cli.backends import Backend, open_backend
-from pinstage.cli.errors import UsageError
+from pinstage.cli.errors import UsageError, check_writable
 from pinstage.cli.kv_cache import TableShape
 from pinstage.cli.overlap import Measurement, Workload, measure, memory_needed
 from pinstage.cli.traffic import read_trace
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     )
     _check_memory(workload)
     if args.json is not None:
-        _check_writable(args.json)
+        check_writable(args.json)
     with open_backend(args.device) as backend:
         return run_on(backend, workload, args.json)
 
@@ -107,14 +107,6 @@ def _check_memory(workload: Workload) -> None:
             f"keeping tables of {workload.shape.nbytes / 1e6:.0f} MB takes {needed / 1e9:.0f} GB, over half of the "
             f"{available / 1e9:.0f} GB here; use fewer --pools, --batch or --blocks"
         )
-
-
-def _check_writable(path: Path) -> None:
-    """Now rather than after the run."""
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
 def exit_status(results: Mapping[str, Measurement]) -> int:

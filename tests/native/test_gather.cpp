@@ -531,12 +531,38 @@ TEST("copy_bytes copies blocks of any size and alignment exactly") {
   }
 }
 
+TEST("pieces of any size and place are concatenated exactly, and nothing past them is touched") {
+  Rng rng(check::printed_seed());
+  FencedMemory src(1 << 16), dst(1 << 18);
+  for (std::size_t i = 0; i < src.nbytes(); ++i) src.begin()[i] = static_cast<char>(rng());
+  for (std::size_t count :
+       {std::size_t{0}, std::size_t{1}, std::size_t{7}, std::size_t{8}, std::size_t{9}, std::size_t{200}}) {
+    std::vector<Piece> pieces;
+    std::vector<char> want;
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::int64_t nbytes = pick(rng, 0, 1000);
+      const char* data = any_place(rng).put(src, nbytes);
+      pieces.push_back({data, static_cast<std::size_t>(nbytes)});
+      want.insert(want.end(), data, data + nbytes);
+    }
+    std::memset(dst.begin(), 0x5A, dst.nbytes());
+    concatenate(dst.begin() + 1, pieces.data(), count);
+    CHECK(std::memcmp(dst.begin() + 1, want.data(), want.size()) == 0);
+    CHECK_EQ(static_cast<int>(dst.begin()[0]), 0x5A);
+    CHECK_EQ(static_cast<int>(dst.begin()[1 + want.size()]), 0x5A);
+    concatenate(dst.end() - want.size(), pieces.data(), count);
+    CHECK(std::memcmp(dst.end() - want.size(), want.data(), want.size()) == 0);
+  }
+}
+
 TEST("the instruction set can be forced and named, and a name that cannot be had is an error that lists the others") {
   const IsaGuard guard;
   for (const Kernels* table : supported_kernels()) {
     select_isa(table->name);
     CHECK_EQ(std::string(isa()), table->name);
   }
+  CHECK_EQ(supported_isas().size(), supported_kernels().size());
+  CHECK_EQ(std::string(supported_isas().front()), std::string(supported_kernels().back()->name));
   select_isa("portable");
   for (const char* wrong : {"avx1024", "AVX2", " portable"}) {
     try {
