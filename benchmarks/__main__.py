@@ -15,6 +15,7 @@ SUITES = {
     "gather": "gather_rows against index_select, take and memcpy, from cold and cached tables",
     "overhead": "host time of copy_ against what users write today, and the driver floor",
     "small": "host time of copy_batch_ and to_device against what users write today",
+    "tables": "host time of block tables, KV rows and block lists against what engines write today",
 }
 
 
