@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import math
+import mmap
 import random
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ PLANES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="of pinstage and of torch; numpy and memcpy have one")
+    parser.add_argument("--huge-pages", action="store_true", help="the cold table lies in huge pages")
     parser.add_argument("--effort", type=float, default=1.0, help="factor on the number of calls")
     parser.add_argument("--rows", type=int, nargs="*", default=(*SHORT_ROWS, *LONG_ROWS), metavar="BYTES")
     parser.add_argument("--outputs", type=int, nargs="*", default=OUTPUTS, metavar="BYTES")
@@ -67,6 +69,13 @@ def timed(call: Callable[[], object], clock: Callable[[], int] = time.perf_count
 def clock_of(nbytes: int) -> Callable[[], int]:
     """The thread's own time for a long call on one thread, which loses its CPU to others on a shared machine."""
     return time.thread_time_ns if nbytes >= 1 << 20 and torch.get_num_threads() == 1 else time.perf_counter_ns
+
+
+def cold_table(huge_pages: bool) -> torch.Tensor:
+    """Random int32, TABLE bytes of them."""
+    memory = mmap.mmap(-1, TABLE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.int32).random_(0, 1 << 30)
 
 
 def rows_of_table(kind: str, table: torch.Tensor, row: int, output: int, effort: float) -> Cell:
@@ -205,7 +214,7 @@ def run(args: argparse.Namespace) -> int:
     pinstage.set_num_threads(args.threads)
     cells = []
     if "cold" in args.only:
-        table = torch.randint(0, 1 << 30, (TABLE // 4,), dtype=torch.int32)
+        table = cold_table(args.huge_pages)
         cells += [
             rows_of_table("cold", table, row, output, args.effort)
             for output in args.outputs
@@ -246,6 +255,7 @@ def run(args: argparse.Namespace) -> int:
     figures: dict[str, Any] = {
         "isa": isa,
         "threads": args.threads,
+        "huge_pages": args.huge_pages,
         "cells": [
             {**cell._asdict(), "times": {who: host._asdict() for who, host in cell.times.items()}} for cell in cells
         ],
