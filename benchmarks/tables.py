@@ -92,21 +92,21 @@ def rows(name: str, src: torch.Tensor, dst: torch.Tensor, index: torch.Tensor, d
 def concatenated(requests: int, blocks: int) -> Work:
     """The block lists of a batch, of lengths from half to one and a half of `blocks`."""
     lengths = torch.randint(blocks // 2, blocks + blocks // 2, (requests,)).tolist()
-    pieces = [random_ids(length) for length in lengths]
+    lists = [random_ids(length) for length in lengths]
     total = sum(lengths)
     dst = torch.empty(total, dtype=torch.int32, device="cuda")
 
     def cat() -> None:
         fresh = torch.empty(total, dtype=torch.int32, pin_memory=True)
-        torch.cat(pieces, out=fresh)
+        torch.cat(lists, out=fresh)
         dst.copy_(fresh, non_blocking=True)
 
     ways: dict[str, Callable[[], object]] = {
-        "pinstage": lambda: pinstage.copy_rows_(dst, pieces),
+        "pinstage": lambda: pinstage.copy_rows_(dst, lists),
         "cat into pinned": cat,
-        "cat, fresh pinned": lambda: staged(torch.cat(pieces), dst),
+        "cat, fresh pinned": lambda: staged(torch.cat(lists), dst),
     }
-    return Work(f"T9 {requests} lists", total * 4, torch.cat(pieces), dst, ways, None)
+    return Work(f"T9 {requests} lists", total * 4, torch.cat(lists), dst, ways, None)
 
 
 def workloads() -> list[Callable[[], Work]]:

@@ -137,16 +137,21 @@ void copy_bytes(void* dst, const void* src, std::size_t nbytes) noexcept {
   }
 }
 
-void concatenate(char* dst, const Piece* pieces, std::size_t count) noexcept {
-  // Pieces lie in memory of their own, a page each or more: what they wait for is what rows wait for (kHeadsAhead).
-  constexpr std::size_t kPiecesAhead = 8;
-  for (std::size_t i = 0; i < std::min(count, kPiecesAhead); ++i) {
-    kernels::prefetch<kernels::kAllLevels>(pieces[i].data);
+void concatenate(char* dst, const Segment* segments, std::size_t count, std::size_t begin,
+                 std::size_t nbytes) noexcept {
+  // Segments lie in memory of their own, a page each or more: they wait for what rows wait for (kHeadsAhead).
+  constexpr std::size_t kSegmentsAhead = 8;
+  for (std::size_t i = 0; i < std::min(count, kSegmentsAhead); ++i) {
+    kernels::prefetch<kernels::kAllLevels>(segments[i].data);
   }
-  for (std::size_t i = 0; i < count; ++i) {
-    if (i + kPiecesAhead < count) kernels::prefetch<kernels::kAllLevels>(pieces[i + kPiecesAhead].data);
-    copy_bytes(dst, pieces[i].data, pieces[i].nbytes);
-    dst += pieces[i].nbytes;
+  for (std::size_t i = 0; nbytes > 0; ++i) {
+    if (i + kSegmentsAhead < count) kernels::prefetch<kernels::kAllLevels>(segments[i + kSegmentsAhead].data);
+    const std::size_t skipped = std::min(begin, segments[i].nbytes);
+    const std::size_t n = std::min(segments[i].nbytes - skipped, nbytes);
+    copy_bytes(dst, segments[i].data + skipped, n);
+    begin -= skipped;
+    nbytes -= n;
+    dst += n;
   }
 }
 

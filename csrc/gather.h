@@ -46,13 +46,13 @@ GatherRange gather_range_for(const Gather& g) noexcept;
 // Plain copy of a contiguous block into a slot, by the kernel that suits its size.
 void copy_bytes(void* dst, const void* src, std::size_t nbytes) noexcept;
 
-struct Piece {
+struct Segment {
   const char* data;
   std::size_t nbytes;
 };
 
-// Copies `count` pieces from anywhere into one block, one behind the other.
-void concatenate(char* dst, const Piece* pieces, std::size_t count) noexcept;
+// The bytes [begin, begin + nbytes) of `count` segments from anywhere, one behind the other.
+void concatenate(char* dst, const Segment* segments, std::size_t count, std::size_t begin, std::size_t nbytes) noexcept;
 
 // The instruction set in use: "avx512", "avx2" or "portable".
 const char* isa() noexcept;

@@ -115,8 +115,8 @@ bool try_copy_rows(nb::handle dst, nb::handle src, nb::handle index, int dim, nb
   });
 }
 
-// dst.narrow(0, 0, total) <- torch.cat(pieces), of a list or tuple of dense tensors of dst's dtype and row shape.
-bool try_copy_pieces(nb::handle dst, nb::handle sources, nb::handle given_pool) {
+// dst.narrow(0, 0, total) <- torch.cat(segments), of a list or tuple of dense tensors of dst's dtype and row shape.
+bool try_copy_segments(nb::handle dst, nb::handle sources, nb::handle given_pool) {
   TensorView d;
   if (!view_tensor(dst.ptr(), &d) || d.ndim == 0) return false;
   const Py_ssize_t count = PySequence_Size(sources.ptr());
@@ -124,8 +124,8 @@ bool try_copy_pieces(nb::handle dst, nb::handle sources, nb::handle given_pool) 
     PyErr_Clear();
     return false;
   }
-  std::vector<Piece> pieces;
-  pieces.reserve(static_cast<std::size_t>(count));
+  std::vector<Segment> segments;
+  segments.reserve(static_cast<std::size_t>(count));
   std::int64_t rows = 0;
   nb::object first;
   for (Py_ssize_t i = 0; i < count; ++i) {
@@ -139,12 +139,12 @@ bool try_copy_pieces(nb::handle dst, nb::handle sources, nb::handle given_pool) 
       return false;
     }
     if (!takes_rows(d, s, 0, rows += s.shape[0])) return false;
-    pieces.push_back({s.data, s.nbytes()});
+    segments.push_back({s.data, s.nbytes()});
     if (i == 0) first = source;
   }
   const TensorView part = narrow(d, 0, rows);
   return snapshot(dst, first, part, given_pool, [&](Pool& pool, const CopyPlan& plan, Stream stream) {
-    stage_pieces(pool, plan, part.data, pieces, stream, wait_for({}));
+    stage_segments(pool, plan, part.data, segments, stream, wait_for({}));
   });
 }
 
@@ -258,7 +258,7 @@ void bind_snapshots(nb::module_& m) {
       "general"_a, nb::sig("def gather_rows_builtin(general: Callable[..., typing.Any]) -> Callable[..., typing.Any]"),
       "gather_rows as a builtin, likewise.");
   m.def("try_copy_rows", &try_copy_rows, "dst"_a, "src"_a, "index"_a, "dim"_a, "pool"_a.none());
-  m.def("try_copy_pieces", &try_copy_pieces, "dst"_a, "pieces"_a, "pool"_a.none());
+  m.def("try_copy_segments", &try_copy_segments, "dst"_a, "segments"_a, "pool"_a.none());
   m.def("try_gather", &try_gather, "out"_a, "src"_a, "index"_a, "dim"_a);
 }
 

@@ -6,13 +6,17 @@
 #include "team.h"
 
 namespace pinstage {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+
+}  // namespace
 
 void stage_copy(Pool& pool, const CopyPlan& plan, const TensorView& dst, const TensorView& src, Stream stream,
                 const Wait& wait) {
   const std::size_t nbytes = plan.nbytes();
   const std::size_t piece = pool.piece_bytes(nbytes);
   if (piece < nbytes) {
-    constexpr std::size_t kPage = 4096;
     stage_in_pieces(
         pool, plan, reinterpret_cast<DevicePtr>(dst.data), stream, wait, piece, kPage,
         [&](char* slot, std::size_t begin, std::size_t n) { copy_bytes_in_parallel(slot, src.data + begin, n, true); });
@@ -38,10 +42,18 @@ void stage_rows(Pool& pool, const CopyPlan& plan, char* dst, Gather rows, Stream
   });
 }
 
-void stage_pieces(Pool& pool, const CopyPlan& plan, char* dst, const std::vector<Piece>& pieces, Stream stream,
-                  const Wait& wait) {
-  pool.stage(plan.nbytes(), plan, reinterpret_cast<DevicePtr>(dst), stream, wait,
-             [&](char* slot) { concatenate(slot, pieces.data(), pieces.size()); });
+void stage_segments(Pool& pool, const CopyPlan& plan, char* dst, const std::vector<Segment>& segments, Stream stream,
+                    const Wait& wait) {
+  const std::size_t nbytes = plan.nbytes();
+  const std::size_t piece = pool.piece_bytes(nbytes);
+  const auto fill = [&](char* slot, std::size_t begin, std::size_t n) {
+    concatenate(slot, segments.data(), segments.size(), begin, n);
+  };
+  if (piece < nbytes) {
+    stage_in_pieces(pool, plan, reinterpret_cast<DevicePtr>(dst), stream, wait, piece, kPage, fill);
+    return;
+  }
+  pool.stage(nbytes, plan, reinterpret_cast<DevicePtr>(dst), stream, wait, [&](char* slot) { fill(slot, 0, nbytes); });
 }
 
 TensorView narrow(const TensorView& dst, int dim, std::int64_t count) {

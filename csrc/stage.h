@@ -20,9 +20,9 @@ void stage_copy(Pool& pool, const CopyPlan& plan, const TensorView& dst, const T
 // dst <- the gathered rows; `rows` with its destination left out: it is filled in with the slot. The index was checked.
 void stage_rows(Pool& pool, const CopyPlan& plan, char* dst, Gather rows, Stream stream, const Wait& wait);
 
-// dst <- the pieces, one behind the other; together they have plan.nbytes() bytes.
-void stage_pieces(Pool& pool, const CopyPlan& plan, char* dst, const std::vector<Piece>& pieces, Stream stream,
-                  const Wait& wait);
+// dst <- the segments, one behind the other; together they have plan.nbytes() bytes.
+void stage_segments(Pool& pool, const CopyPlan& plan, char* dst, const std::vector<Segment>& segments, Stream stream,
+                    const Wait& wait);
 
 // dst.narrow(dim, 0, count), the part of dst that a gather of `count` rows writes.
 TensorView narrow(const TensorView& dst, int dim, std::int64_t count);

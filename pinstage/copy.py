@@ -15,7 +15,7 @@ from pinstage import _core
 from pinstage.bulk import Region, snapshot
 from pinstage.devices import holding
 from pinstage.dtypes import stageable
-from pinstage.gather import as_host_tensor, as_index, check_segments, check_rows, gather_rows
+from pinstage.gather import as_host_tensor, as_index, check_rows, check_segments, gather_rows
 from pinstage.pool import StagingPool, default_pool
 
 

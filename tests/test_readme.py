@@ -30,7 +30,8 @@ def names(dev):
     return {
         "pinstage": pinstage, "torch": torch, "device": dev, "pool": pinstage.StagingPool(dev),
         "stream": dev.default_stream, "dst": dev.zeros((4, 8), torch.int32), "src": SOURCE.clone(),
-        "table": SOURCE.clone(), "idx": torch.tensor(ROWS), "out": torch.zeros(4, 8, dtype=torch.int32),
+        "table": SOURCE.clone(), "idx": torch.tensor(ROWS), "lists": list(SOURCE[ROWS].split([1, 3])),
+        "out": torch.zeros(4, 8, dtype=torch.int32),
         "dsts": [dev.zeros((4, 8), torch.int32), dev.zeros(3, torch.int64)],
         "srcs": [SOURCE.clone(), torch.arange(3)], "numbers": SOURCE.tolist(),
         "array": SOURCE.numpy().astype(np.float64), "dtype": torch.int32, "shape": (4, 8),
