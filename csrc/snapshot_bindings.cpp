@@ -127,9 +127,11 @@ bool try_copy_segments(nb::handle dst, nb::handle sources, nb::handle given_pool
   std::vector<Segment> segments;
   segments.reserve(static_cast<std::size_t>(count));
   std::int64_t rows = 0;
-  nb::object first;
+  // The list may change, and its tensors die, once the GIL is let go of.
+  std::vector<nb::object> held;
+  held.reserve(static_cast<std::size_t>(count));
   for (Py_ssize_t i = 0; i < count; ++i) {
-    const nb::object source = nb::steal(PySequence_GetItem(sources.ptr(), i));
+    const nb::object& source = held.emplace_back(nb::steal(PySequence_GetItem(sources.ptr(), i)));
     TensorView s;
     if (!source.is_valid() || !view_tensor(source.ptr(), &s)) {
       PyErr_Clear();
@@ -140,10 +142,9 @@ bool try_copy_segments(nb::handle dst, nb::handle sources, nb::handle given_pool
     }
     if (!takes_rows(d, s, 0, rows += s.shape[0])) return false;
     segments.push_back({s.data, s.nbytes()});
-    if (i == 0) first = source;
   }
   const TensorView part = narrow(d, 0, rows);
-  return snapshot(dst, first, part, given_pool, [&](Pool& pool, const CopyPlan& plan, Stream stream) {
+  return snapshot(dst, held.front(), part, given_pool, [&](Pool& pool, const CopyPlan& plan, Stream stream) {
     stage_segments(pool, plan, part.data, segments, stream, wait_for({}));
   });
 }
