@@ -68,7 +68,8 @@ std::vector<BatchCopy> one_each(const BatchPiece* pieces, std::size_t count) {
 class Submission {
  public:
   Submission(Pool& pool, Stream stream, const BatchPiece* pieces, std::size_t count, bool in_order)
-      : device_(pool.device()),
+      : pool_(pool),
+        device_(pool.device()),
         stream_(stream),
         pieces_(pieces),
         copies_(in_order ? one_each(pieces, count) : merge_pieces(pieces, count, &range_on_device, &device_)) {
@@ -76,9 +77,7 @@ class Submission {
       copy.offset = nbytes_;
       nbytes_ += aligned(copy.plan.nbytes());
     }
-    // Of pageable sources the documentation promises nothing.
-    const bool may_batch = !in_order && !on_legacy_stream(stream) && !pool.options().pageable &&
-                           device_.driver().memcpy_batch_async != nullptr &&
+    const bool may_batch = !in_order && !on_legacy_stream(stream) && device_.driver().memcpy_batch_async != nullptr &&
                            !device_.refuses_batches.load(std::memory_order_relaxed);
     if (!may_batch) return;
     const auto loose =
@@ -108,15 +107,18 @@ class Submission {
   }
 
   Status enqueue(const char* slot, std::size_t* enqueued, const char** call) noexcept {
+    // Of pageable sources the documentation promises nothing. Whether the slot is pinned is known only now that it is
+    // taken: the driver may have refused to pin the pool's first slab.
+    const std::size_t batched = pool_.pageable() ? 0 : batched_;
     bool refused = false;
-    if (batched_ > 0) {
+    if (batched > 0) {
       *call = "cuMemcpyBatchAsync";
       const Status status = enqueue_batched(slot);
       refused = status == status::kInvalidValue || status == status::kNotSupported;
       if (status != status::kSuccess && !refused) return status;
-      if (!refused) *enqueued += batched_;
+      if (!refused) *enqueued += batched;
     }
-    for (std::size_t i = refused ? 0 : batched_; i < copies_.size(); ++i) {
+    for (std::size_t i = refused ? 0 : batched; i < copies_.size(); ++i) {
       std::size_t taken = 0;
       const BatchCopy& copy = copies_[i];
       const Status status =
@@ -139,6 +141,7 @@ class Submission {
                                                1, stream_);
   }
 
+  const Pool& pool_;
   Device& device_;
   const Stream stream_;
   const BatchPiece* const pieces_;

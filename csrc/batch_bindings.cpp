@@ -82,7 +82,7 @@ Py_ssize_t try_copy_batch(nb::handle dsts, nb::handle srcs, nb::handle pool) {
   count_writes();
   for (const BatchPart& part : parts) {
     // The copies are under way: a warning that is an error must not make it look as if they were not.
-    if (!warn_of_waits(*part.pool)) PyErr_WriteUnraisable(dsts.ptr());
+    if (!warn(*part.pool)) PyErr_WriteUnraisable(dsts.ptr());
   }
   return -1;
 }

@@ -84,6 +84,8 @@ void raise(const Error& error) {
   PyErr_SetObject(type.ptr(), value.ptr());
 }
 
+namespace {
+
 bool warn_of_waits(Pool& pool) {
   if (!pool.take_wait_notice()) return true;
   const std::string message = "the staging pool of " + pool.device().name() +
@@ -92,6 +94,22 @@ bool warn_of_waits(Pool& pool) {
                               " is too small for this program. Set PINSTAGE_MAX_BYTES or pass max_bytes";
   return PyErr_WarnEx(PyExc_RuntimeWarning, message.c_str(), 2) == 0;
 }
+
+bool warn_of_pageable_memory(Device& device) {
+  if (!device.pageable_notice.take()) return true;
+  const Status refused = device.pinning_refused.load();
+  const std::string why = refused == status::kSuccess
+                              ? "PINSTAGE_PINNED=never"
+                              : "the driver refused to pin, with status " + std::to_string(refused);
+  const std::string message = "staging for " + device.name() + " uses pageable memory (" + why +
+                              "): copies stay correct, but the driver may make them wait for the device, and kernels "
+                              "cannot read slots in place";
+  return PyErr_WarnEx(PyExc_RuntimeWarning, message.c_str(), 2) == 0;
+}
+
+}  // namespace
+
+bool warn(Pool& pool) { return warn_of_waits(pool) && warn_of_pageable_memory(pool.device()); }
 
 Device* device_of(const TensorView& view) {
   if (view.device.type == kDlCuda) return view.device.id < kMaxCudaDevices ? cuda_devices[view.device.id] : nullptr;
@@ -211,7 +229,7 @@ std::optional<PyLease> take(PyPool& self, const nb::tuple& shape, int dtype, std
     lease.ref = self.pool->take(std::max<std::uint64_t>(nbytes, 1), wait_for(timeout), block, owned);
   }
   if (lease.ref.slot == nullptr) return std::nullopt;
-  if (!warn_of_waits(*self.pool)) {
+  if (!warn(*self.pool)) {
     self.pool->cancel(lease.ref);
     throw nb::python_error();
   }
@@ -247,15 +265,21 @@ nb::object tensor_over(PyLease& self, void* data, DlDevice device) {
 
 nb::object tensor_of(PyLease& self) { return tensor_over(self, self.ref.pool->data(self.ref), {kDlCpu, 0}); }
 
+// The slot's bytes from torch's own copy_, without a tensor that could be kept.
+void fill(PyLease& self, nb::handle src) {
+  char* const data = self.ref.pool->data(self.ref);
+  if (!copy_by_torch(data, self.ndim, self.shape, self.dtype, src.ptr())) throw nb::python_error();
+}
+
 // The slot as the device reads it in place. On a simulated device that is the host tensor.
 nb::object device_view_of(PyLease& self) {
   const Device& device = self.ref.pool->device();
-  if (device.kind() == DeviceKind::kSimulated) return tensor_of(self);
   DevicePtr address = 0;
   {
     const ReleasedGil no_gil;
     address = self.ref.pool->device_address(self.ref);
   }
+  if (device.kind() == DeviceKind::kSimulated) return tensor_of(self);
   return tensor_over(self, reinterpret_cast<void*>(address), {kDlCuda, device.index()});
 }
 
@@ -388,7 +412,16 @@ NB_MODULE(_core, m) {
       .def(
           "_trim", [](PyPool& self) { return self.pool->trim(); }, Unlocked())
       .def(
-          "_reserve", [](PyPool& self, std::uint64_t nbytes) { self.pool->reserve(nbytes); }, "nbytes"_a, Unlocked())
+          "_reserve",
+          [](PyPool& self, std::uint64_t nbytes) {
+            {
+              const ReleasedGil no_gil;
+              self.pool->reserve(nbytes);
+            }
+            if (!warn(*self.pool)) throw nb::python_error();
+          },
+          "nbytes"_a)
+      .def_prop_ro("_pageable", [](PyPool& self) { return self.pool->pageable(); })
       .def("_close",
            [](PyPool& self) {
              Device& device = self.pool->device();
@@ -409,6 +442,7 @@ NB_MODULE(_core, m) {
   nb::class_<PyLease>(m, "Lease")
       .def("tensor", &tensor_of, nb::sig("def tensor(self) -> torch.Tensor"))
       .def("device_view", &device_view_of, nb::sig("def device_view(self) -> torch.Tensor"))
+      .def("fill", &fill, "src"_a)
       .def("submit", &submit, "dst"_a)
       .def(
           "retire",

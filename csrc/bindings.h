@@ -45,7 +45,8 @@ Wait wait_for(std::optional<double> timeout);
 // Sets the Python error that stands for `error`.
 void raise(const Error& error);
 
-// Warns once of a default limit that makes callers wait. False with the Python error set when warnings are errors.
-bool warn_of_waits(Pool& pool);
+// Warns once of a default limit that makes callers wait, and of memory that is not pinned. False with the Python error
+// set when warnings are errors.
+bool warn(Pool& pool);
 
 }  // namespace pinstage

@@ -53,6 +53,23 @@ class Waiter {
   double stuck_since_ = -1;  // seconds(), when the device first said that nothing can run
 };
 
+// Something to tell the user once, by a thread that has the GIL.
+class Notice {
+ public:
+  void raise() noexcept {
+    int quiet = kQuiet;
+    state_.compare_exchange_strong(quiet, kRaised);
+  }
+  bool take() noexcept {
+    int raised = kRaised;
+    return state_.load(std::memory_order_relaxed) == kRaised && state_.compare_exchange_strong(raised, kTold);
+  }
+
+ private:
+  enum { kQuiet, kRaised, kTold };
+  std::atomic<int> state_{kQuiet};
+};
+
 // The public handle of a fence. Copyable; outlives the reuse of its event.
 struct Ticket {
   std::shared_ptr<Device> device;
@@ -175,6 +192,10 @@ class Device : public std::enable_shared_from_this<Device> {
 
   // Fences that a caller who is not short of room lets come together before it polls. Set before the device is used.
   std::uint64_t poll_batch;
+
+  // What the driver said when a pool's first slab could not be pinned, and what is to be told of it; Pool::allocate.
+  std::atomic<Status> pinning_refused{status::kSuccess};
+  Notice pageable_notice;
 
  private:
   friend struct Ticket;

@@ -29,7 +29,7 @@ class Error : public std::exception {
   Status status_;
 };
 
-// A signal handler raised while a wait was under way; the Python error is already set on this thread.
+// A signal handler raised while a wait was under way, or torch did; the Python error is already set on this thread.
 struct Interrupted {};
 
 }  // namespace pinstage

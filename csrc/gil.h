@@ -21,7 +21,23 @@ class ReleasedGil {
   ReleasedGil() : state_(PyEval_SaveThread()) {}
   ReleasedGil(const ReleasedGil&) = delete;
   ReleasedGil& operator=(const ReleasedGil&) = delete;
-  ~ReleasedGil() {
+  ~ReleasedGil() { take_back(); }
+
+  // Runs `call` with the GIL, amid a scope that is without. No lock may be held.
+  template <class Call>
+  void with_gil(Call&& call) {
+    take_back();
+    const Released again{*this};
+    call();
+  }
+
+ private:
+  struct Released {
+    ReleasedGil& gil;
+    ~Released() { gil.state_ = PyEval_SaveThread(); }
+  };
+
+  void take_back() {
     returning().fetch_add(1);  // before the look at exiting(): prepare_exit() waits for those that saw it false
     if (exiting().load() && std::this_thread::get_id() != exit_thread()) {
       returning().fetch_sub(1);
@@ -31,7 +47,6 @@ class ReleasedGil {
     returning().fetch_sub(1);
   }
 
- private:
   friend void prepare_exit();
   friend void forget_threads_after_fork();
 
@@ -48,7 +63,7 @@ class ReleasedGil {
     return id;
   }
 
-  PyThreadState* const state_;
+  PyThreadState* state_;
 };
 
 // In a forked child, which has none of the threads that were on their way back.

@@ -313,7 +313,7 @@ nb::object try_to_device(nb::handle data, nb::handle device, nb::handle dtype, n
     pool->stage(plan.width, plan, reinterpret_cast<DevicePtr>(view.data), stream, wait_for({}),
                 [&](char* slot) { std::memcpy(slot, numbers.bytes(), plan.width); });
   }
-  if (!warn_of_waits(*pool)) throw nb::python_error();
+  if (!warn(*pool)) throw nb::python_error();
   return tensor;
 }
 

@@ -29,9 +29,7 @@ Pool::Pool(std::shared_ptr<Device> device, PoolOptions options)
     : device_(std::move(device)), options_([&options] {
         options.max_bytes &= ~(Offsets::kGranule - 1);
         return options;
-      }()) {
-  stats_.pageable = options.pageable;
-}
+      }()) {}
 
 // No lease and no tensor is left. What is still taken is PARKED or QUARANTINED: someone may read it, so it is leaked.
 Pool::~Pool() {
@@ -349,6 +347,7 @@ PoolStats Pool::stats() {
   const Lock lock = device_->lock();
   PoolStats stats = stats_;
   stats.slabs = slabs_.size();
+  stats.pageable = pageable();
   stats.events_created = device_->retirement().events_created();
   return stats;
 }

@@ -123,6 +123,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
   Device& device() const noexcept { return *device_; }
   const std::shared_ptr<Device>& shared_device() const noexcept { return device_; }
   const PoolOptions& options() const noexcept { return options_; }
+  // Memory that is allocated from now on is not pinned: by choice, or because the driver refused to.
+  bool pageable() const noexcept {
+    return options_.pageable || device_->pinning_refused.load(std::memory_order_relaxed) != status::kSuccess;
+  }
 
   // --- a lease: taken, then handed over or cancelled. After that each of these throws Error(kLeaseState). ---
 
@@ -194,7 +198,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   Slot* place(std::uint64_t nbytes, bool owned);
   Slot* take_slowly(std::uint64_t nbytes, const Wait& wait, bool block, bool owned);
   std::uint64_t slab_size(std::uint64_t nbytes, std::uint64_t capacity) const noexcept;
-  Status allocate(std::uint64_t nbytes, SlabMemory* out);
+  Status allocate(std::uint64_t nbytes, std::uint64_t capacity, SlabMemory* out);
   bool grow(std::uint64_t nbytes);
   void add_slab(const SlabMemory& memory, Status status, std::uint64_t capacity);
   std::uint64_t free_empty_slabs(std::uint64_t enough);

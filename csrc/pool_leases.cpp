@@ -157,9 +157,13 @@ char* Pool::data(const LeaseRef& lease) {
 DevicePtr Pool::device_address(const LeaseRef& lease) {
   device_->require_usable();
   const Device::Current current(*device_);
+  char* const host = data(lease);
+  if (lease.slot->slab->memory.kind == SlabKind::kPageable) {
+    device_->fail(status::kNotSupported, "cuMemHostGetDevicePointer",
+                  "This pool's memory is pageable, which kernels cannot read in place: use copy_to()");
+  }
   DevicePtr address = 0;
-  device_->check(device_->driver().mem_host_get_device_pointer(&address, data(lease), 0), "cuMemHostGetDevicePointer",
-                 options_.pageable ? "This pool's memory is pageable: kernels cannot read it in place" : "");
+  device_->check(device_->driver().mem_host_get_device_pointer(&address, host, 0), "cuMemHostGetDevicePointer");
   return address;
 }
 

@@ -21,8 +21,17 @@ std::uint64_t Pool::slab_size(std::uint64_t nbytes, std::uint64_t capacity) cons
   return capacity + pages <= options_.max_bytes ? pages : Offsets::round_up(nbytes);
 }
 
-Status Pool::allocate(std::uint64_t nbytes, SlabMemory* out) {
-  return options_.pageable ? allocate_pageable(nbytes, out) : allocate_pinned(*device_, nbytes, &may_register_, out);
+// A machine that cannot pin says so at a pool's first slab: then this device's memory is pageable from here on. Being
+// out of memory is another matter, and an error.
+Status Pool::allocate(std::uint64_t nbytes, std::uint64_t capacity, SlabMemory* out) {
+  if (!pageable()) {
+    const Status status = allocate_pinned(*device_, nbytes, &may_register_, out);
+    if (capacity > 0 || (status != status::kNotSupported && status != status::kNotPermitted)) return status;
+    device_->pinning_refused.store(status);
+  }
+  const Status status = allocate_pageable(nbytes, out);
+  if (status == status::kSuccess) device_->pageable_notice.raise();
+  return status;
 }
 
 // True when it is worth trying to place again.
@@ -48,10 +57,10 @@ bool Pool::grow(std::uint64_t nbytes) {
   const std::uint64_t doubled = std::max({nbytes, capacity, options_.initial_bytes});
   std::uint64_t size = std::max(smallest, slab_size(std::min(doubled, limit - capacity), capacity));
   SlabMemory memory;
-  Status status = allocate(size, &memory);
+  Status status = allocate(size, capacity, &memory);
   if (status != status::kSuccess && size > smallest) {
     size = smallest;
-    status = allocate(size, &memory);
+    status = allocate(size, capacity, &memory);
   }
   add_slab(memory, status, capacity);
   return true;
@@ -59,11 +68,14 @@ bool Pool::grow(std::uint64_t nbytes) {
 
 void Pool::add_slab(const SlabMemory& memory, Status status, std::uint64_t capacity) {
   if (status != status::kSuccess) {
+    const std::string holds = std::to_string(memory.nbytes) + " bytes of host memory was refused; the pool holds " +
+                              std::to_string(capacity) + " bytes and is unchanged. Free host memory, ";
+    if (memory.kind == SlabKind::kPageable) {
+      device_->fail(status, "posix_memalign", "Allocating " + holds + "or lower max_bytes");
+    }
     device_->fail(status, "cuMemHostAlloc",
-                  "Pinning " + std::to_string(memory.nbytes) + " bytes of host memory was refused; the pool holds " +
-                      std::to_string(capacity) +
-                      " bytes and is unchanged. Free host memory, raise the limit on locked "
-                      "memory (ulimit -l), lower max_bytes, or set PINSTAGE_PINNED=never");
+                  "Pinning " + holds +
+                      "raise the limit on locked memory (ulimit -l), lower max_bytes, or set PINSTAGE_PINNED=never");
   }
   try {
     auto slab = std::make_unique<Slab>(memory);
@@ -124,7 +136,7 @@ void Pool::reserve(std::uint64_t nbytes) {
   if (nbytes <= capacity) return;
   const std::uint64_t size = slab_size(nbytes - capacity, capacity);
   SlabMemory memory;
-  const Status status = allocate(size, &memory);
+  const Status status = allocate(size, capacity, &memory);
   add_slab(memory, status, capacity);
 }
 

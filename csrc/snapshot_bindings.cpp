@@ -63,17 +63,56 @@ bool snapshot(nb::handle dst, nb::handle src, const TensorView& part, nb::handle
     stage(*pool, plan, stream);
   }
   // The copy is under way: a warning that is an error must not make it look as if it were not.
-  if (!warn_of_waits(*pool)) PyErr_WriteUnraisable(dst.ptr());
+  if (!warn(*pool)) PyErr_WriteUnraisable(dst.ptr());
+  return true;
+}
+
+// A source that torch's own CPU copy takes into the slot: of another dtype, or scattered in memory. What goes in pieces
+// is Python's.
+bool try_convert(nb::handle dst, const TensorView& d, nb::handle src, const TensorView& s, nb::handle given_pool) {
+  CopyPlan plan;
+  if (d.numel() == 0 || !plan_copy(d.ndim, d.shape, d.strides, d.itemsize(), &plan)) return false;
+  if (!copies_values_only(dst.ptr(), d.dtype, src.ptr(), s.dtype)) return false;
+  const std::shared_ptr<Pool> pool = pool_for(d, given_pool);
+  if (pool == nullptr || pool->piece_bytes(plan.nbytes()) < plan.nbytes()) return false;
+  const Stream stream = pool->device().current_stream();
+  if (!bump_version(dst.ptr())) return false;
+  {
+    ReleasedGil no_gil;
+    pool->stage(plan.nbytes(), plan, reinterpret_cast<DevicePtr>(d.data), stream, wait_for({}), [&](char* slot) {
+      no_gil.with_gil([&] {
+        if (!copy_by_torch(slot, d.ndim, d.shape, d.dtype, src.ptr())) throw Interrupted{};
+      });
+    });
+  }
+  if (!warn(*pool)) PyErr_WriteUnraisable(dst.ptr());
   return true;
 }
 
 bool try_copy(nb::handle dst, nb::handle src, nb::handle given_pool) {
   TensorView d, s;
   if (!view_tensor(dst.ptr(), &d) || !view_tensor(src.ptr(), &s)) return false;
-  if (!(d.dtype == s.dtype) || !d.same_shape(s) || !s.contiguous() || !on_host(s)) return false;
-  return snapshot(dst, src, d, given_pool, [&](Pool& pool, const CopyPlan& plan, Stream stream) {
-    stage_copy(pool, plan, d, s, stream, wait_for({}));
-  });
+  if (!on_host(s)) return false;
+  const bool one_dtype = d.dtype == s.dtype, dense = d.same_shape(s) && s.contiguous();
+  if (one_dtype && dense) {
+    return snapshot(dst, src, d, given_pool, [&](Pool& pool, const CopyPlan& plan, Stream stream) {
+      stage_copy(pool, plan, d, s, stream, wait_for({}));
+    });
+  }
+  Strided rows;
+  if (!plan_strided(s.data, s.ndim, s.shape, s.strides, s.itemsize(), d.ndim, d.shape, &rows)) return false;
+  const Conversion convert = dense && s.numel() <= kMaxConverted ? conversion(s.dtype, d.dtype) : nullptr;
+  if (convert != nullptr || (one_dtype && suits_rows(rows))) {
+    const auto stage = [&](Pool& pool, const CopyPlan& plan, Stream stream) {
+      if (convert != nullptr) {
+        stage_converted(pool, plan, d, s, convert, stream, wait_for({}));
+      } else {
+        stage_strided(pool, plan, d, rows, stream, wait_for({}));
+      }
+    };
+    if (snapshot(dst, src, d, given_pool, stage)) return true;
+  }
+  return try_convert(dst, d, src, s, given_pool);
 }
 
 // The checked gather of `src` rows along `dim`; false when `src` or `index` is not of the form that the kernels take.

@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "stage.h"
 
+#include <algorithm>
+
 #include "bulk.h"
 #include "team.h"
 
@@ -24,6 +26,58 @@ void stage_copy(Pool& pool, const CopyPlan& plan, const TensorView& dst, const T
   }
   pool.stage(nbytes, plan, reinterpret_cast<DevicePtr>(dst.data), stream, wait,
              [&](char* slot) { copy_bytes_in_parallel(slot, src.data, nbytes); });
+}
+
+namespace {
+
+// The bytes [begin, begin + nbytes) of what `source` is densely; they may begin and end in the middle of a row.
+void copy_strided_part(char* dst, const Strided& source, std::size_t begin, std::size_t nbytes) {
+  const auto row_bytes = static_cast<std::size_t>(source.row_bytes);
+  const auto part_of_row = [&](std::size_t row, std::size_t from, std::size_t n) {
+    copy_bytes_in_parallel(dst, row_of(source, static_cast<std::int64_t>(row)) + from, n, true);
+    dst += n;
+    begin += n;
+    nbytes -= n;
+  };
+  if (begin % row_bytes != 0 || nbytes < row_bytes) {
+    part_of_row(begin / row_bytes, begin % row_bytes, std::min(nbytes, row_bytes - begin % row_bytes));
+  }
+  const std::size_t first = begin / row_bytes, rows = nbytes / row_bytes;
+  if (rows > 0) {
+    copy_strided_in_parallel(dst, source, static_cast<std::int64_t>(first), static_cast<std::int64_t>(first + rows));
+    dst += rows * row_bytes;
+    nbytes -= rows * row_bytes;
+  }
+  if (nbytes > 0) part_of_row(first + rows, 0, nbytes);
+}
+
+}  // namespace
+
+void stage_strided(Pool& pool, const CopyPlan& plan, const TensorView& dst, const Strided& source, Stream stream,
+                   const Wait& wait) {
+  const auto target = reinterpret_cast<DevicePtr>(dst.data);
+  const std::size_t piece = pool.piece_bytes(plan.nbytes());
+  if (piece < plan.nbytes()) {
+    stage_in_pieces(pool, plan, target, stream, wait, piece, static_cast<std::size_t>(source.row_bytes),
+                    [&](char* slot, std::size_t begin, std::size_t n) { copy_strided_part(slot, source, begin, n); });
+    return;
+  }
+  pool.stage(plan.nbytes(), plan, target, stream, wait,
+             [&](char* slot) { copy_strided_in_parallel(slot, source, 0, source.rows); });
+}
+
+void stage_converted(Pool& pool, const CopyPlan& plan, const TensorView& dst, const TensorView& src, Conversion convert,
+                     Stream stream, const Wait& wait) {
+  const auto target = reinterpret_cast<DevicePtr>(dst.data);
+  const std::size_t piece = pool.piece_bytes(plan.nbytes()), to = dst.itemsize(), from = src.itemsize();
+  if (piece < plan.nbytes()) {
+    stage_in_pieces(pool, plan, target, stream, wait, piece, to, [&](char* slot, std::size_t begin, std::size_t n) {
+      convert(slot, src.data + begin / to * from, static_cast<std::int64_t>(n / to));
+    });
+    return;
+  }
+  pool.stage(plan.nbytes(), plan, target, stream, wait,
+             [&](char* slot) { convert(slot, src.data, static_cast<std::int64_t>(plan.nbytes() / to)); });
 }
 
 void stage_rows(Pool& pool, const CopyPlan& plan, char* dst, Gather rows, Stream stream, const Wait& wait) {

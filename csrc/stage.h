@@ -7,8 +7,10 @@
 
 #include <vector>
 
+#include "convert.h"
 #include "gather.h"
 #include "pool.h"
+#include "strided.h"
 #include "tensor_view.h"
 
 namespace pinstage {
@@ -16,6 +18,14 @@ namespace pinstage {
 // dst (device memory, laid out as `plan`) <- src (dense host memory of plan.nbytes() bytes).
 void stage_copy(Pool& pool, const CopyPlan& plan, const TensorView& dst, const TensorView& src, Stream stream,
                 const Wait& wait);
+
+// The same from a strided or broadcast source of dst's dtype.
+void stage_strided(Pool& pool, const CopyPlan& plan, const TensorView& dst, const Strided& source, Stream stream,
+                   const Wait& wait);
+
+// The same from a dense source of another dtype.
+void stage_converted(Pool& pool, const CopyPlan& plan, const TensorView& dst, const TensorView& src, Conversion convert,
+                     Stream stream, const Wait& wait);
 
 // dst <- the gathered rows; `rows` with its destination left out: it is filled in with the slot. The index was checked.
 void stage_rows(Pool& pool, const CopyPlan& plan, char* dst, Gather rows, Stream stream, const Wait& wait);

@@ -16,6 +16,7 @@
 
 #include "cpu.h"
 #include "gather.h"
+#include "strided.h"
 
 namespace pinstage {
 namespace {
@@ -260,6 +261,19 @@ struct GatherJob {
   }
 };
 
+struct StridedJob {
+  char* dst;
+  const Strided* source;
+  std::int64_t begin, end, rows;  // of the job, and of a chunk
+
+  static void run(void* self, std::int64_t index) noexcept {
+    const auto& job = *static_cast<const StridedJob*>(self);
+    const std::int64_t at = index * job.rows;
+    copy_strided(job.dst + at * job.source->row_bytes, *job.source, job.begin + at,
+                 std::min(job.begin + at + job.rows, job.end));
+  }
+};
+
 }  // namespace
 
 void copy_bytes_in_parallel(void* dst, const void* src, std::size_t nbytes, bool cached) {
@@ -286,6 +300,24 @@ void gather_in_parallel(const Gather& g) {
     if (team.run(g.outer * job.parts, threads, nbytes >= kWake, &GatherJob::run, &job)) return;
   }
   gather(g);
+}
+
+void copy_strided_in_parallel(char* dst, const Strided& source, std::int64_t begin, std::int64_t end) {
+  const auto nbytes = static_cast<std::size_t>((end - begin) * source.row_bytes);
+  if (source.ndim == 0) {
+    copy_bytes_in_parallel(dst, source.src, nbytes);
+    return;
+  }
+  if (nbytes >= kShare) {
+    Team& team = Team::instance();
+    const int threads = threads_for(nbytes, team.threads());
+    StridedJob job{dst, &source, begin, end, 1};
+    job.rows = std::clamp<std::int64_t>(static_cast<std::int64_t>(chunk_bytes(nbytes, threads)) / source.row_bytes, 1,
+                                        end - begin);
+    const std::int64_t chunks = (end - begin + job.rows - 1) / job.rows;
+    if (team.run(chunks, threads, nbytes >= kWake, &StridedJob::run, &job)) return;
+  }
+  copy_strided(dst, source, begin, end);
 }
 
 }  // namespace pinstage

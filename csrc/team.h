@@ -107,5 +107,8 @@ void copy_bytes_in_parallel(void* dst, const void* src, std::size_t nbytes, bool
 // The same for a gather.
 struct Gather;
 void gather_in_parallel(const Gather& g);
+// And for the rows [begin, end) of a strided source, into dense memory.
+struct Strided;
+void copy_strided_in_parallel(char* dst, const Strided& source, std::int64_t begin, std::int64_t end);
 
 }  // namespace pinstage

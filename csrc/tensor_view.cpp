@@ -56,6 +56,15 @@ struct Shims {
   bool usable = false;
 };
 
+// A property of torch.Tensor.
+struct Property {
+  PyObject* descriptor = nullptr;
+  descrgetfunc get = nullptr;
+
+  // New reference, or nullptr with the Python error set.
+  PyObject* of(PyObject* tensor) const { return get(descriptor, tensor, reinterpret_cast<PyObject*>(Py_TYPE(tensor))); }
+};
+
 // What torch offers, looked up once. The module's state, not the core's: one interpreter has one torch.
 struct Torch {
   const DlExchangeApi* exchange = nullptr;
@@ -66,8 +75,12 @@ struct Torch {
   PyObject* is_conj = nullptr;             // Tensor.is_conj
   PyObject* is_inference = nullptr;        // Tensor.is_inference
   PyObject* increment_version = nullptr;   // (iterable of tensors) -> None
-  PyObject* requires_grad = nullptr;       // the property's descriptor
-  descrgetfunc get_requires_grad = nullptr;
+  PyObject* grad_enabled = nullptr;        // () -> bool
+  PyObject* copy = nullptr;                // Tensor.copy_, whatever others replaced it by
+  PyObject* uint8 = nullptr;
+  PyObject* int8 = nullptr;
+  Property requires_grad;
+  Property dtype;
   Native native;
   Shims shims;
   PyObject* forward_ad = nullptr;     // torch.autograd.forward_ad
@@ -82,6 +95,13 @@ PyObject* attribute(PyObject* owner, const char* name) {
     throw std::runtime_error(std::string("pinstage needs torch >= 2.10: it found no ") + name);
   }
   return value;
+}
+
+Property property(const char* name) {
+  PyObject* const descriptor = attribute(reinterpret_cast<PyObject*>(torch.tensor_type), name);
+  const auto get = reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(descriptor), Py_tp_descr_get));
+  if (get == nullptr) throw std::runtime_error(std::string("torch.Tensor has no property ") + name);
+  return {descriptor, get};
 }
 
 std::uintptr_t number(PyObject* owner, const char* name) {
@@ -180,16 +200,26 @@ bool is_conj(PyObject* tensor) {
   return torch.native.word != 0 ? torch.native.is_conj(torch.native.tensor(tensor)) : is_true(torch.is_conj, tensor);
 }
 
-bool requires_grad(PyObject* tensor) {
-  PyObject* result =
-      torch.get_requires_grad(torch.requires_grad, tensor, reinterpret_cast<PyObject*>(torch.tensor_type));
+// Autograd records what is done to the tensor.
+bool watched(PyObject* tensor) {
+  PyObject* result = torch.requires_grad.of(tensor);
   if (result == nullptr) {
     PyErr_Clear();
     return true;
   }
   const bool truth = result != Py_False;
   Py_DECREF(result);
-  return truth;
+  return truth && is_true(torch.grad_enabled, nullptr);
+}
+
+// DLPack calls torch's sub-byte integers, which torch itself does not convert, 8-bit ones as well.
+bool is_sub_byte(PyObject* tensor, DlDataType dtype) {
+  if (dtype.bits != 8 || (dtype.code != kDlInt && dtype.code != kDlUInt)) return false;
+  PyObject* const named = torch.dtype.of(tensor);
+  const bool known = named == torch.uint8 || named == torch.int8;
+  Py_XDECREF(named);
+  PyErr_Clear();
+  return !known;
 }
 
 // Forward-mode AD is under way: a float tensor may carry a tangent.
@@ -211,6 +241,7 @@ bool view_by_dlpack(PyObject* object, TensorView* out) {
     return false;
   }
   if (tensor.ndim > kMaxDims || tensor.data == nullptr || tensor.dtype.bits % 8 != 0) return false;
+  if (is_sub_byte(object, tensor.dtype)) return false;
   out->data = static_cast<char*>(tensor.data) + tensor.byte_offset;
   out->device = tensor.device;
   out->dtype = tensor.dtype;
@@ -325,9 +356,33 @@ struct SlotTensor {
   // Any thread, with or without the GIL, possibly at interpreter exit.
   static void destroy(DlManagedTensor* managed) {
     const std::unique_ptr<SlotTensor> self(static_cast<SlotTensor*>(managed->manager_ctx));
-    self->lease.pool->tensor_died(self->lease.slot);
+    if (self->lease.pool != nullptr) self->lease.pool->tensor_died(self->lease.slot);
   }
 };
+
+// A contiguous tensor over `data`. New reference, or nullptr with the Python error set.
+PyObject* tensor_over(const LeaseRef& lease, void* data, DlDevice device, int ndim, const std::int64_t* shape,
+                      DlDataType dtype) {
+  auto self = std::make_unique<SlotTensor>();
+  self->shape.assign(shape, shape + ndim);
+  self->strides.resize(self->shape.size());
+  std::int64_t stride = 1;
+  for (int i = ndim - 1; i >= 0; --i) {
+    self->strides[i] = stride;
+    stride *= shape[i] > 0 ? shape[i] : 1;
+  }
+  self->lease = lease;
+  DlManagedTensor& managed = self->managed;
+  managed.version = {kDlpackMajor, 0};
+  managed.manager_ctx = self.get();
+  managed.deleter = &SlotTensor::destroy;
+  managed.dl_tensor = {data, device, ndim, dtype, self->shape.data(), self->strides.data(), 0};
+  if (lease.pool != nullptr) lease.pool->tensor_born(lease);
+  void* object = nullptr;
+  // torch owns `managed` from here on, and calls the deleter also when it fails.
+  if (torch.exchange->managed_tensor_to_py_object_no_sync(&self.release()->managed, &object) != 0) return nullptr;
+  return static_cast<PyObject*>(object);
+}
 
 }  // namespace
 
@@ -372,13 +427,17 @@ void load_torch() {
   torch.has_torch_function = attribute(internals, "_has_torch_function_unary");
   torch.dispatch_stack = attribute(internals, "_len_torch_dispatch_stack");
   torch.increment_version = attribute(internals, "_increment_version");
+  torch.grad_enabled = attribute(internals, "is_grad_enabled");
+  torch.uint8 = attribute(module, "uint8");
+  torch.int8 = attribute(module, "int8");
   torch.is_neg = attribute(tensor_type, "is_neg");
   torch.is_conj = attribute(tensor_type, "is_conj");
   torch.is_inference = attribute(tensor_type, "is_inference");
-  torch.requires_grad = attribute(tensor_type, "requires_grad");
-  torch.get_requires_grad =
-      reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(torch.requires_grad), Py_tp_descr_get));
-  if (torch.get_requires_grad == nullptr) throw std::runtime_error("Tensor.requires_grad is not a descriptor");
+  PyObject* base = attribute(internals, "TensorBase");
+  torch.copy = attribute(base, "copy_");
+  Py_DECREF(base);
+  torch.requires_grad = property("requires_grad");
+  torch.dtype = property("dtype");
   torch.forward_ad = PyImport_ImportModule("torch.autograd.forward_ad");
   torch.current_level = PyUnicode_InternFromString("_current_level");
   if (torch.forward_ad == nullptr || torch.current_level == nullptr) {
@@ -401,13 +460,20 @@ bool copies_bytes_only(PyObject* dst, PyObject* src, DlDataType dtype) {
   if (mode_active(dst)) return false;
   if (is_neg(dst) || is_neg(src)) return false;
   if (is_integral(dtype)) return true;  // knows no gradient
-  if (requires_grad(dst) || requires_grad(src) || in_dual_level()) return false;
+  if (watched(dst) || watched(src) || in_dual_level()) return false;
   return dtype.code != kDlComplex || !(is_conj(dst) || is_conj(src));
 }
 
 bool is_inference(PyObject* tensor) {
   return torch.native.word != 0 ? torch.native.is_inference(torch.native.tensor(tensor))
                                 : is_true(torch.is_inference, tensor);
+}
+
+bool copies_values_only(PyObject* dst, DlDataType dtype, PyObject* src, DlDataType src_dtype) {
+  if (mode_active(dst) || is_neg(dst)) return false;
+  if (!is_integral(dtype) && (watched(dst) || in_dual_level())) return false;
+  if (!is_integral(src_dtype) && (watched(src) || in_dual_level())) return false;
+  return dtype.code != kDlComplex || !is_conj(dst);
 }
 
 bool bump_version(PyObject* dst) {
@@ -466,25 +532,18 @@ PyObject* empty_cuda_tensor(int ndim, const std::int64_t* shape, PyObject* dtype
 
 PyObject* tensor_over_slot(const LeaseRef& lease, void* data, DlDevice device, int ndim, const std::int64_t* shape,
                            DlDataType dtype) {
-  auto self = std::make_unique<SlotTensor>();
-  self->shape.assign(shape, shape + ndim);
-  self->strides.resize(self->shape.size());
-  std::int64_t stride = 1;
-  for (int i = ndim - 1; i >= 0; --i) {
-    self->strides[i] = stride;
-    stride *= shape[i] > 0 ? shape[i] : 1;
-  }
-  self->lease = lease;
-  DlManagedTensor& managed = self->managed;
-  managed.version = {kDlpackMajor, 0};
-  managed.manager_ctx = self.get();
-  managed.deleter = &SlotTensor::destroy;
-  managed.dl_tensor = {data, device, ndim, dtype, self->shape.data(), self->strides.data(), 0};
-  lease.pool->tensor_born(lease);
-  void* object = nullptr;
-  // torch owns `managed` from here on, and calls the deleter also when it fails.
-  if (torch.exchange->managed_tensor_to_py_object_no_sync(&self.release()->managed, &object) != 0) return nullptr;
-  return static_cast<PyObject*>(object);
+  return tensor_over(lease, data, device, ndim, shape, dtype);
+}
+
+bool copy_by_torch(void* data, int ndim, const std::int64_t* shape, DlDataType dtype, PyObject* src) {
+  // Nobody but torch's copy_ ever sees this tensor, so it need not hold the slot.
+  PyObject* const dst = tensor_over(LeaseRef{}, data, {kDlCpu, 0}, ndim, shape, dtype);
+  if (dst == nullptr) return false;
+  PyObject* const arguments[] = {dst, src};
+  PyObject* const result = PyObject_Vectorcall(torch.copy, arguments, 2, nullptr);
+  Py_XDECREF(result);
+  Py_DECREF(dst);
+  return result != nullptr;
 }
 
 }  // namespace pinstage

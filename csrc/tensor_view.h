@@ -42,6 +42,9 @@ bool view_tensor(_object* object, TensorView* out);
 // True when torch would do nothing on `dst.copy_(src)` but copy bytes: no mode is active, autograd does not watch, no
 // conjugate or negative bit is set.
 bool copies_bytes_only(_object* dst, _object* src, DlDataType dtype);
+// True when torch would do nothing on `dst.copy_(src)` but convert src's values, its conjugate and negative bits
+// included, and store them as they are.
+bool copies_values_only(_object* dst, DlDataType dtype, _object* src, DlDataType src_dtype);
 // An inference tensor takes no write outside of torch.inference_mode().
 bool is_inference(_object* tensor);
 // Counts an in-place write to dst, as torch does; inference tensors have no count. False: torch refuses such a write.
@@ -63,5 +66,9 @@ int current_cuda_device();
 // view of it lives. New reference, or nullptr with a Python error set.
 _object* tensor_over_slot(const LeaseRef& lease, void* data, DlDevice device, int ndim, const std::int64_t* shape,
                           DlDataType dtype);
+
+// torch's own copy_ of `src` into dense host memory: it converts and broadcasts as only torch does. False with the
+// Python error set.
+bool copy_by_torch(void* data, int ndim, const std::int64_t* shape, DlDataType dtype, _object* src);
 
 }  // namespace pinstage

@@ -10,13 +10,16 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._device import DeviceContext
 
 from pinstage import _core
 from pinstage.bulk import Region, snapshot
-from pinstage.devices import holding
+from pinstage.devices import dispatches, holding
 from pinstage.dtypes import stageable
 from pinstage.gather import as_host_tensor, as_index, check_rows, check_segments, gather_rows
 from pinstage.pool import StagingPool, default_pool
+
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 def copy_(dst: torch.Tensor, src: Any, non_blocking: bool = True, *, pool: StagingPool | None = None) -> torch.Tensor:
@@ -33,7 +36,7 @@ def copy_(dst: torch.Tensor, src: Any, non_blocking: bool = True, *, pool: Stagi
 
     Args:
         dst: tensor on a CUDA device, of any strides and dtype.
-        src: tensor or NumPy array that broadcasts to dst's shape.
+        src: tensor or NumPy array that broadcasts to dst's shape, or a Python number.
         non_blocking: False waits until the copy is done, as torch does.
         pool: the staging pool; None is the default pool of dst's device.
 
@@ -61,7 +64,14 @@ def copy_(dst: torch.Tensor, src: Any, non_blocking: bool = True, *, pool: Stagi
     # What comes here is not one dense block of one dtype, or torch must see it itself, or it has arguments of its own.
     if not isinstance(dst, torch.Tensor):
         raise TypeError(f"dst must be a torch.Tensor, not {type(dst).__name__}")
-    src = as_host_tensor(src, "src")
+    if not isinstance(src, torch.Tensor):
+        src = (
+            torch.tensor(src, dtype=_NUMBERS[type(src)], device="cpu")
+            if type(src) in _NUMBERS
+            else as_host_tensor(src, "src")
+        )
+    if dispatches(dst) or dispatches(src):
+        return _leave_to_torch(dst, src, non_blocking and src.device.type != "cpu")
     device = holding(dst)
     if device is None or src.device.type != "cpu" or holding(src) is not None:
         return _leave_to_torch(dst, src, non_blocking)
@@ -70,9 +80,9 @@ def copy_(dst: torch.Tensor, src: Any, non_blocking: bool = True, *, pool: Stagi
     if _torch_must_see(dst, src) or not _broadcasts(src, dst) or (not non_blocking and device.simulation is None):
         # Blocking: a pinned source passed on unguarded would be the race that this library exists to end.
         return _leave_to_torch(dst, src, non_blocking=False)
-    if not _core.try_copy(dst, src, pool):
-        with torch.no_grad():
-            snapshot(pool, dst, lambda slot, region: slot.copy_(_part(src, dst, region)))
+    with torch.no_grad(), torch._C.DisableTorchFunction():  # of a default device, see _function_mode_active
+        if not _core.try_copy(dst, src, pool):
+            snapshot(pool, dst, lambda lease, region: lease.fill(_part(src, dst, region)))
     if not non_blocking:
         device.fence(device.current_stream).wait()
     return dst
@@ -94,8 +104,8 @@ def _pool_of(device: _core.Device, pool: StagingPool | None) -> StagingPool:
 
 def _leave_to_torch(dst: torch.Tensor, src: torch.Tensor, non_blocking: bool) -> torch.Tensor:
     # torch knows nothing of a simulated device's streams: what is queued there goes first.
-    for device in (holding(dst), holding(src)):
-        if device is not None and device.simulation is not None:
+    for device in (holding(tensor) for tensor in (dst, src) if tensor.device.type == "cpu"):
+        if device is not None:
             device.fence(device.current_stream).wait()
     return dst.copy_(src, non_blocking=non_blocking)
 
@@ -121,8 +131,8 @@ def _broadcasts(src: torch.Tensor, dst: torch.Tensor) -> bool:
     return True
 
 
-def _torch_must_see(dst: torch.Tensor, src: torch.Tensor) -> bool:
-    """True for what changes the meaning of a copy, has no plain bytes, or is an error that torch words best."""
+def meant_for_torch(*tensors: torch.Tensor) -> bool:
+    """True for what changes the meaning of a copy, or has no plain bytes."""
     return (
         any(
             type(tensor) is not torch.Tensor
@@ -131,12 +141,27 @@ def _torch_must_see(dst: torch.Tensor, src: torch.Tensor) -> bool:
             or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
             or torch._is_functional_tensor(tensor)
             or tensor._is_zerotensor()
-            for tensor in (dst, src)
+            for tensor in tensors
         )
-        or (torch.is_grad_enabled() and (dst.requires_grad or src.requires_grad))
+        or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
         or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._len_torch_function_stack() > 0
+        or _function_mode_active()
         or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def _function_mode_active() -> bool:
+    """True where a torch function mode may want to see a copy. A default device is one that only places new tensors."""
+    if torch._C._len_torch_function_stack() == 0:
+        return False
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch leaves it so
+    return any(type(mode) is not DeviceContext for mode in modes)
+
+
+def _torch_must_see(dst: torch.Tensor, src: torch.Tensor) -> bool:
+    """True for what is meant for torch, copies nothing, or is an error that torch words best."""
+    return (
+        meant_for_torch(dst, src)
         or dst.numel() == 0
         or (dst.is_inference() and not torch.is_inference_mode_enabled())
         or torch._debug_has_internal_overlap(dst) == 1
@@ -245,8 +270,9 @@ def _stage_rows(
     if part.numel() == 0:
         return
     if pool is None or device is None or any(_torch_must_see(part, source) for source in sources):
-        made = torch.empty(part.shape, dtype=part.dtype)
+        made = torch.empty(part.shape, dtype=part.dtype, device="cpu")
         fill(made, None)
         _leave_to_torch(part, made, non_blocking=False)
     else:
-        snapshot(pool, part, fill)
+        with torch._C.DisableTorchFunction():  # of a default device, see _function_mode_active
+            snapshot(pool, part, lambda lease, region: fill(lease.tensor(), region))

@@ -77,11 +77,16 @@ def forget_simulated(simulation: _core.SimulatedDevice) -> None:
         core.shutdown()
 
 
+def dispatches(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is of a subclass that implements operations itself: it may have no memory (a fake tensor)."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
 def holding(tensor: torch.Tensor) -> _core.Device | None:
     """The device whose memory `tensor` lies in, or None for host memory."""
     if tensor.device.type == "cuda":
         return resolve(tensor.device)
-    if tensor.device.type != "cpu" or _core.SimulatedDevice.live() == 0:
+    if tensor.device.type != "cpu" or _core.SimulatedDevice.live() == 0 or dispatches(tensor):
         return None
     try:
         address = tensor.data_ptr()

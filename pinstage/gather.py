@@ -42,7 +42,7 @@ def as_index(index: Any) -> torch.Tensor:
         ValueError: not one-dimensional, or not on the host.
     """
     if isinstance(index, (list, tuple, range)):
-        index = torch.tensor(index, dtype=None if len(index) else torch.int64)
+        index = torch.tensor(index, dtype=None if len(index) else torch.int64, device="cpu")
     rows = as_host_tensor(index, "index")
     if rows.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"an index is of int32 or int64, not {rows.dtype}")
@@ -163,7 +163,7 @@ def gather_rows(src: Any, index: Any, *, dim: int = 0, out: torch.Tensor | None 
     if out is None:
         shape = list(src.shape)
         shape[_dimension(src, dim)] = index.numel()
-        out = torch.empty(shape, dtype=src.dtype)
+        out = torch.empty(shape, dtype=src.dtype, device="cpu")
     elif out.device.type != "cpu":
         raise ValueError(f"rows are gathered on the host; out is on {out.device}, see copy_rows_")
     dim = check_rows(out, src, index, dim, exact=True)

@@ -49,7 +49,7 @@ class PoolStats:
         copies: copies submitted so far; of a large one, its pieces; of a batch, its slots.
         waits: leases and copies that had to wait for room, so far; not a large copy's waits for its own pieces.
         wait_seconds: time that they waited.
-        pageable: the memory is not pinned (``PINSTAGE_PINNED=never``).
+        pageable: the memory is not pinned: ``PINSTAGE_PINNED=never``, or the machine cannot.
     """
 
     capacity_bytes: int
@@ -170,8 +170,9 @@ class Lease:
         if torch.is_grad_enabled() and dst.requires_grad and dst.is_leaf:
             raise RuntimeError("dst is a leaf that requires grad: write it inside torch.no_grad()")
         device.require_not_capturing(stream)
-        view = self._lease.device_view()
-        run_on_stream(device, lambda: dst.copy_(view), writes=dst)
+        # A pageable slot goes through torch's own buffer. Not dst.copy_, which staged_copies() may have replaced.
+        view = self._lease.tensor() if self._pool._pageable else self._lease.device_view()
+        run_on_stream(device, lambda: torch._C.TensorBase.copy_(dst, view, non_blocking=True), writes=dst)
         return self._lease.retire(stream)
 
     def retire(self, *streams: StreamLike) -> Ticket:
@@ -362,11 +363,11 @@ class StagingPool(_core.Pool):
         lease = self._take(sizes, code_of(dtype), timeout, block, owned)
         return None if lease is None else Lease(self, lease, sizes, dtype)
 
-    def _snapshot(self, dst: torch.Tensor, fill: Callable[[torch.Tensor], object]) -> Ticket:
+    def _snapshot(self, dst: torch.Tensor, fill: Callable[[_core.Lease], object]) -> Ticket:
         """Stages what `fill` writes into a slot of dst's shape and dtype, and copies it to `dst`."""
         lease = self.lease(tuple(dst.shape), dst.dtype)
         try:
-            fill(lease.tensor)
+            fill(lease._lease)
             return lease.copy_to(dst)
         except BaseException:
             if not lease._lease.declared():

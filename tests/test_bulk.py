@@ -302,7 +302,7 @@ def test_threads_that_share_a_small_pool_do_not_block_one_another(schedule):
 
 
 def sources():
-    return {"dense": numbers(10 * KB), "cast": numbers(10 * KB, dtype=torch.int64)}
+    return {"dense": numbers(10 * KB), "cast": numbers(10 * KB, dtype=torch.float64)}
 
 
 @pytest.mark.parametrize("name", ["dense", "cast"])

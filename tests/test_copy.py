@@ -82,6 +82,44 @@ def test_default_pool_and_default_stream_are_safe_too(rig):
 
 
 @pytest.mark.raced
+def test_every_call_works_on_the_legacy_default_stream(rig):
+    """Case 19. (`copy_batch_` has a test of its own.)"""
+    source, pool = torch.empty(8, 64, dtype=torch.int32), rig.pool()
+    buffer = pinstage.DoubleBuffer((8, 64), torch.int32, rig.device, pool=pool)
+
+    def leased(dst):
+        with pool.lease((8, 64), torch.int32) as lease:
+            lease.tensor.copy_(source)
+            lease.copy_to(dst)
+
+    def buffered(dst):
+        with buffer.fill() as host:
+            host.copy_(source)
+        buffer.copy_to(dst)
+
+    ways = [
+        lambda dst: pinstage.copy_(dst, source, pool=pool),
+        lambda dst: pinstage.copy_(dst, source[:1], pool=pool),
+        lambda dst: pinstage.copy_(dst, source.to(torch.int64), pool=pool),
+        lambda dst: pinstage.copy_(dst, source.double(), pool=pool),
+        lambda dst: pinstage.copy_(dst[:, :20], source[:, 30:50], pool=pool),
+        lambda dst: pinstage.copy_rows_(dst, source, list(range(8)), pool=pool),
+        leased,
+        buffered,
+    ]
+    dsts = [[rig.filled((8, 64), torch.int32, 0) for _ in range(2)] for _ in ways]
+    with rig.gate():
+        for i, way in enumerate(ways):
+            for step, dst in enumerate(dsts[i]):
+                source.fill_(10 * i + step)
+                way(dst)
+        source.fill_(-1)
+    for i in range(len(ways)):
+        for step, dst in enumerate(dsts[i]):
+            rig.expect(dst[:, :20], 10 * i + step)
+
+
+@pytest.mark.raced
 @pytest.mark.parametrize("copies", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_random_copies_have_no_wrong_byte(rig, copies):
     """Case 6."""

@@ -282,14 +282,22 @@ def test_refused_batch_goes_one_by_one_and_the_next_is_not_tried(dev, status):
     assert all(bool((dst == 1).all()) for dst in dsts)
 
 
-def test_batch_from_pageable_memory_goes_one_by_one(dev, monkeypatch):
-    """Case 27."""
-    monkeypatch.setenv("PINSTAGE_PINNED", "never")
+@pytest.mark.parametrize("refused", [False, True])
+def test_batch_from_pageable_memory_goes_one_by_one(dev, monkeypatch, refused):
+    """Case 27. Where the driver refuses to pin, the first batch is what finds out."""
+    if refused:
+        for entry in ("cuMemHostRegister", "cuMemHostAlloc"):
+            dev.fail(entry, status=801)
+    else:
+        monkeypatch.setenv("PINSTAGE_PINNED", "never")
     pool, dsts = pinstage.StagingPool(dev), [dev.zeros(65 + i, INT) for i in range(MANY)]
     source = torch.ones(100, dtype=INT)
     with dev.stream():
+        with pytest.warns(RuntimeWarning, match="pageable"):
+            pinstage.copy_batch_(dsts, [source[: 65 + i] for i in range(MANY)], pool=pool)
         _, made = made_by(dev, lambda: pinstage.copy_batch_(dsts, [source[: 65 + i] for i in range(MANY)], pool=pool))
         assert made == {ONE: MANY, FENCE: 1}
+        assert dev.calls["cuMemcpyBatchAsync"] == 0
         source.fill_(2)
         dev.synchronize()
     assert all(bool((dst == 1).all()) for dst in dsts)

@@ -214,9 +214,9 @@ def heal(dev, scenario):
 # get_error_name and get_error_string are called only on the way to an error.
 ENTRIES = [
     "cuCtxGetCurrent", "cuCtxSynchronize", "cuEventCreate", "cuEventQuery", "cuEventRecord", "cuMemFreeHost",
-    "cuMemGetAddressRange", "cuMemHostAlloc", "cuMemcpy2DAsync", "cuMemcpy3DAsync", "cuMemcpyBatchAsync",
-    "cuMemcpyHtoDAsync", "cuStreamGetId", "cuStreamIsCapturing",
-    "cuStreamWaitEvent", "cuThreadExchangeStreamCaptureMode",
+    "cuMemGetAddressRange", "cuMemHostAlloc", "cuMemHostGetDevicePointer", "cuMemcpy2DAsync", "cuMemcpy3DAsync",
+    "cuMemcpyBatchAsync", "cuMemcpyHtoDAsync", "cuStreamGetId", "cuStreamIsCapturing", "cuStreamWaitEvent",
+    "cuThreadExchangeStreamCaptureMode",
 ]  # fmt: skip
 
 

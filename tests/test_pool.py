@@ -349,21 +349,6 @@ def test_reserve_pins_what_is_missing_ahead_of_time(dev):
     assert pool.stats().host_allocations == 1
 
 
-def test_pageable_pool_is_correct_and_says_so(monkeypatch, rig):
-    """Half of case 27: what follows from PINSTAGE_PINNED=never."""
-    monkeypatch.setenv("PINSTAGE_PINNED", "never")
-    pool, source = rig.pool(), torch.empty(100)
-    dsts = [rig.filled(100, torch.float32, 0) for _ in range(2)]
-    assert pool.stats().pageable
-    for step, dst in enumerate(dsts):
-        pinstage.copy_(dst, source.fill_(step), pool=pool)
-    source.fill_(-1)
-    for step, dst in enumerate(dsts):
-        rig.expect(dst, step)
-    assert rig.device.calls["cuMemHostAlloc"] == 0
-    pool.close()
-
-
 # --- giving back ----------------------------------------------------------------------------------------------------
 
 
