@@ -29,6 +29,7 @@ from pinstage.errors import (
 )
 from pinstage.gather import gather_rows, set_num_threads
 from pinstage.pool import Lease, PoolStats, StagingPool, default_pool
+from pinstage.switch import staged_copies
 from pinstage.ticket import Ticket, keep_alive
 
 __all__ = [
@@ -51,5 +52,6 @@ __all__ = [
     "gather_rows",
     "keep_alive",
     "set_num_threads",
+    "staged_copies",
     "to_device",
 ]

@@ -36,6 +36,7 @@ def names(dev):
         "srcs": [SOURCE.clone(), torch.arange(3)], "numbers": SOURCE.tolist(),
         "array": SOURCE.numpy().astype(np.float64), "dtype": torch.int32, "shape": (4, 8),
         "fill": lambda tensor: tensor.copy_(SOURCE), "tensor": torch.zeros(4),
+        "planes": SOURCE.unsqueeze(-1).repeat(1, 1, 2), "longs": SOURCE.to(torch.int64),
     }  # fmt: skip
 
 
@@ -51,6 +52,7 @@ OUTCOMES = {
     "pool.lease(": lambda n, _: torch.equal(n["dst"], SOURCE),
     "db.copy_to(": lambda n, _: torch.equal(n["dst"], SOURCE),
     "pinstage.keep_alive(": lambda _, made: made.done(),
+    "pinstage.staged_copies(": lambda n, _: torch.equal(n["dst"], SOURCE),
 }
 
 
@@ -59,12 +61,13 @@ def test_replacement_does_what_it_replaces(today, snippets):
     with SimulatedDevice() as dev:
         dev.make_current()
         namespace, made = names(dev), None
+        namespace["step"] = lambda: namespace["dst"].copy_(namespace["src"], non_blocking=True)
         for snippet in snippets:
             if re.match(r"with |\w+ = ", snippet):
                 exec(snippet, namespace)
             else:
                 made = eval(snippet, namespace)
-        for changed in ("src", "table", "idx", "tensor"):  # at once
+        for changed in ("src", "planes", "longs", "table", "idx", "tensor"):  # at once
             namespace[changed].fill_(1)
         dev.synchronize()
         (outcome,) = (check for call, check in OUTCOMES.items() if call in snippets[-1])

@@ -12,7 +12,7 @@ import argparse
 import sys
 from typing import NoReturn
 
-from pinstage.cli import demo, doctor
+from pinstage.cli import demo, doctor, run
 from pinstage.cli.errors import UsageError
 
 _EXTRA = "cli"  # holds what the commands import beyond pinstage's own dependencies
@@ -32,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     demo.add_arguments(commands.add_parser("demo", help=demo.SUMMARY, description=demo.DESCRIPTION))
     doctor.add_arguments(commands.add_parser("doctor", help=doctor.SUMMARY, description=doctor.DESCRIPTION))
+    run.add_arguments(commands.add_parser("run", help=run.SUMMARY, description=run.DESCRIPTION))
     return parser
 
 
@@ -53,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(f'{module} is not installed; pip install "pinstage[{_EXTRA}]"', 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
+    if args.command is run.prepare:
+        run.execute(args)  # out here, because its errors are the program's own
     return status
 
 
