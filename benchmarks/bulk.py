@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from measure import Call, Host, interleaved, print_table, size_name, write_json
+from measure import SETTLED, Call, Host, interleaved, print_table, size_name, write_json
 
 import pinstage
 
@@ -166,8 +166,8 @@ def measure(calls: dict[str, Call], rounds: int) -> dict[str, dict[str, Host]]:
     done = {name: to_completion(call) for name, call in calls.items()}
     synchronize = torch.cuda.synchronize
     return {
-        "done": interleaved(done, rounds, synchronize=synchronize, block=1),
-        "host": interleaved(calls, rounds, synchronize=synchronize, block=1),
+        "done": interleaved(done, rounds, synchronize=synchronize, block=1, settle=SETTLED),
+        "host": interleaved(calls, rounds, synchronize=synchronize, block=1, settle=SETTLED),
     }
 
 

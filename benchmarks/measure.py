@@ -21,6 +21,9 @@ import torch
 
 Call = Callable[[int], object]
 
+# Seconds after which torch's OpenMP threads, which spin on after each parallel operation, have left the CPUs to others.
+SETTLED = 0.015
+
 
 class Host(NamedTuple):
     """Host time of one call, in µs."""
@@ -46,8 +49,8 @@ def interleaved(
         synchronize: empties the device's queue before each block, outside the timing.
         block: calls a block. 1 lets every call find the caches as the other variants left them.
         warmup: rounds left out.
-        settle: seconds of pause before each block: what a variant left spinning (torch's OpenMP threads do so for
-            milliseconds) then does not take the next one's CPUs.
+        settle: seconds of pause before each block, so that what one variant left spinning does not take the next one's
+            CPUs: SETTLED where torch copies on several threads.
     """
     names = list(variants)
     times: dict[str, list[float]] = {name: [] for name in names}

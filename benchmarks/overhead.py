@@ -10,7 +10,7 @@ import ctypes
 import shutil
 
 import torch
-from measure import Call, Host, compiled, interleaved, print_table, size_name, write_json
+from measure import SETTLED, Call, Host, compiled, interleaved, print_table, size_name, write_json
 
 import pinstage
 
@@ -23,13 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=int, default=40, help="blocks of each variant and size (a quarter from 1 MB on)"
     )
     parser.add_argument("--block", type=int, default=64, help="calls of one variant before the next one's turn")
-    parser.add_argument(
-        "--settle",
-        type=float,
-        default=0.015,
-        metavar="SECONDS",
-        help="pause before each block, from 32 KB on, where torch copies with OpenMP threads that spin on for a while",
-    )
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, metavar="BYTES")
 
 
@@ -157,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
             rounds,
             synchronize=torch.cuda.synchronize,
             block=args.block,
-            settle=args.settle if nbytes >= OPENMP_FROM else 0,
+            settle=SETTLED if nbytes >= OPENMP_FROM else 0,
         )
         after = pool.stats()
         figures.append(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from measure import Call, Host, interleaved, print_table, size_name, write_json
+from measure import SETTLED, Call, Host, interleaved, print_table, size_name, write_json
 
 import pinstage
 
@@ -42,8 +42,8 @@ class Work(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=60, help="blocks of each way and workload (fewer from 4 MB on)")
-    parser.add_argument("--block", type=int, default=4, help="calls of one way before the next one's turn")
+    parser.add_argument("--rounds", type=int, default=30, help="blocks of each way and workload (fewer from 4 MB on)")
+    parser.add_argument("--block", type=int, default=8, help="calls of one way before the next one's turn")
     parser.add_argument("--threads", type=int, help="of pinstage and of torch; default: each its own")
 
 
@@ -161,7 +161,7 @@ def check(work: Work) -> None:
 def measure(work: Work, rounds: int, block: int) -> dict[str, Host]:
     calls: dict[str, Call] = {name: lambda _, way=way: way() for name, way in work.ways.items()}  # type: ignore[misc]
     rounds = rounds if work.nbytes < 4 << 20 else max(rounds // 4, 10)
-    return interleaved(calls, rounds, synchronize=torch.cuda.synchronize, block=block)
+    return interleaved(calls, rounds, synchronize=torch.cuda.synchronize, block=block, settle=SETTLED)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -52,6 +52,10 @@ constexpr Thresholds thresholds(Isa isa) noexcept {
 // costs more than streaming gains (Ice Lake, 64 MB: 0.95x of plain for 2.5 KB, 1.15x for 10 KB, 1.45x for 20 KB).
 constexpr std::int64_t kStreamUnalignedRow = 8 << 10;
 
+// Outputs of a team use non-temporal stores from here, as its plain copies do (team.cpp): their lines are in the caches
+// of other cores.
+constexpr std::int64_t kStreamByTeam = 256 << 10;
+
 // copy_bytes: from here by non-temporal stores. Against memcpy into a cached destination they are (Ice Lake, AVX-512,
 // source cached or cold) 0.15x or 0.6x at 256 KB, 0.8x or 0.9x at 1 MB, 1.0x or 1.1x at 2 MB, 1.2x at 4 MB, 1.3-1.6x at
 // 8 MB. Below it the slot stays in the cache, where DMA reads it.
@@ -101,10 +105,11 @@ bool rows_on_lines(const Gather& g) noexcept {
 
 }  // namespace
 
-Regime choose_regime(const Gather& g, Isa isa) noexcept {
+Regime choose_regime(const Gather& g, Isa isa, bool by_team) noexcept {
   if (g.row_bytes < static_cast<std::int64_t>(kernels::kMinBlockRow)) return short_regime(g.row_bytes);
   const Thresholds t = thresholds(isa);
-  if (!g.cached && g.outer * g.count * g.row_bytes >= t.stream_output) {
+  const std::int64_t from = by_team && t.stream_output != kNever ? kStreamByTeam : t.stream_output;
+  if (!g.cached && g.outer * g.count * g.row_bytes >= from) {
     const bool on_lines = rows_on_lines(g);
     if (on_lines && g.row_bytes <= t.stream_short_row) return Regime::kStreamWhole;
     if (g.row_bytes >= (on_lines ? t.stream_long_row : kStreamUnalignedRow)) return Regime::kStreamHeads;
@@ -112,9 +117,9 @@ Regime choose_regime(const Gather& g, Isa isa) noexcept {
   return plain_regime(g.row_bytes, t);
 }
 
-GatherRange gather_range_for(const Gather& g) noexcept {
+GatherRange gather_range_for(const Gather& g, bool by_team) noexcept {
   const Kernels& table = active_kernels();
-  return table.range[static_cast<int>(choose_regime(g, table.isa))][g.index_is_64 ? 1 : 0];
+  return table.range[static_cast<int>(choose_regime(g, table.isa, by_team))][g.index_is_64 ? 1 : 0];
 }
 
 void gather(const Gather& g) noexcept {

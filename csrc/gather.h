@@ -39,9 +39,9 @@ void gather(const Gather& g) noexcept;
 // the fence after non-temporal ones included.
 using GatherRange = void (*)(const Gather& g, std::int64_t outer, std::int64_t begin, std::int64_t end) noexcept;
 
-// The loop that suits `g` as a whole. gather() calls it for all rows of each outer index; a team asks once and calls it
-// for parts of them, with the same `g`.
-GatherRange gather_range_for(const Gather& g) noexcept;
+// The loop that suits `g` as a whole. gather() calls it for all rows of each outer index; a team asks once (`by_team`)
+// and calls it for parts of them, with the same `g`.
+GatherRange gather_range_for(const Gather& g, bool by_team = false) noexcept;
 
 // Plain copy of a contiguous block into a slot, by the kernel that suits its size.
 void copy_bytes(void* dst, const void* src, std::size_t nbytes) noexcept;

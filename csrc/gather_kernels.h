@@ -57,7 +57,7 @@ extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
 #endif
 
-Regime choose_regime(const Gather& g, Isa isa) noexcept;
+Regime choose_regime(const Gather& g, Isa isa, bool by_team) noexcept;
 
 namespace kernels {
 

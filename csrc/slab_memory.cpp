@@ -74,7 +74,7 @@ Status allocate_pinned(const Device& device, std::uint64_t nbytes, bool* may_reg
       Team& team = Team::instance();
       const int threads = pages < kMinShared ? 1 : team.threads();
       const auto chunks = static_cast<std::int64_t>(round_up(pages, kHugePage) / kHugePage);
-      if (!team.run(chunks, threads, true, &TouchJob::run, &job)) {
+      if (!team.run(chunks, threads, pages, &TouchJob::run, &job)) {
         for (std::int64_t i = 0; i < chunks; ++i) TouchJob::run(&job, i);
       }
       Status status;

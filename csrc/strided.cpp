@@ -11,6 +11,9 @@ namespace {
 constexpr std::int64_t kShortRow = 16;
 constexpr std::int64_t kFewRows = 4096;
 
+constexpr std::int64_t kRequestAhead = 16 << 10, kMostRowsAhead = 32;
+constexpr std::size_t kLine = 64, kHead = 4 * kLine;
+
 // `count` rows of N bytes.
 template <std::size_t N>
 void copy_fixed(char* dst, const char* src, std::int64_t stride, std::int64_t count) noexcept {
@@ -32,8 +35,16 @@ void copy_rows(char* dst, const char* src, std::int64_t row_bytes, std::int64_t 
     default:
       break;
   }
+  // Rows apart begin on pages of their own: their first lines are requested early, as a gather does (gather_kernels.h).
   const auto n = static_cast<std::size_t>(row_bytes);
-  for (; count > 0; --count, dst += n, src += stride) std::memcpy(dst, src, n);
+  const std::int64_t lead = std::clamp<std::int64_t>(kRequestAhead / row_bytes, 1, kMostRowsAhead);
+  const std::size_t head = std::min<std::size_t>(n, kHead);
+  for (; count > 0; --count, dst += n, src += stride) {
+    if (count > lead) {
+      for (std::size_t at = 0; at < head; at += kLine) __builtin_prefetch(src + lead * stride + at);
+    }
+    std::memcpy(dst, src, n);
+  }
 }
 
 }  // namespace

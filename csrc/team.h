@@ -37,10 +37,9 @@ class Team {
   static Team& instance();
 
   // Calls `chunk` for 0 .. chunks-1, on up to `threads` threads, the caller among them. False, with nothing called,
-  // when the caller had better work alone: others have the workers, or they are parked and the job is not worth waking
-  // them
-  // (`large` says that it is, and so does a job shortly before it).
-  bool run(std::int64_t chunks, int threads, bool large, Chunk chunk, void* work);
+  // when the caller had better work alone: others have the workers, or they are parked and a job of `nbytes` is not
+  // worth waking them (a large one is, and so is one that follows another closely).
+  bool run(std::int64_t chunks, int threads, std::size_t nbytes, Chunk chunk, void* work);
 
   // Threads that may work on one job, the caller counted. 0: the default, PINSTAGE_THREADS or at most 16 of the CPUs
   // that the process may use.
@@ -83,7 +82,7 @@ class Team {
   // Guarded by job_mutex_:
   int workers_started_ = 0;
   std::uint64_t jobs_ = 0;
-  std::chrono::steady_clock::time_point last_job_{};
+  std::chrono::steady_clock::time_point burst_until_{};
 
   // The job that is open, or 0; what workers watch. A worker reads what follows only while it is inside and has seen
   // its job open since it entered; the caller changes it only while no job is open and no party of the last is inside.

@@ -174,6 +174,8 @@ def test_segment_on_the_device_is_refused(rig):
 
 @pytest.mark.both
 def test_capture_is_refused(rig):
-    dst, pool = rig.filled((5, 4), torch.int64, 7), rig.pool()
-    with rig.unchanged(pool), rig.capture(), pytest.raises(pinstage.CaptureError):
-        pinstage.copy_rows_(dst, [A, B], pool=pool)
+    dst, pool, counter = rig.filled((5, 4), torch.int64, 7), rig.pool(), rig.filled((), torch.int64, 0)
+    with rig.unchanged(pool), rig.capture():
+        rig.launch(lambda: counter.add_(1))
+        with pytest.raises(pinstage.CaptureError):
+            pinstage.copy_rows_(dst, [A, B], pool=pool)

@@ -466,7 +466,7 @@ TEST("only large outputs are streamed, and rows off the lines only when they are
     g.dst_row_stride = g.row_bytes = row_bytes;
     g.outer = 1;
     g.count = output / row_bytes;
-    return choose_regime(g, Isa::kAvx512);
+    return choose_regime(g, Isa::kAvx512, false);
   };
   constexpr std::int64_t kSmall = 1 << 20, kLarge = 64 << 20;
   CHECK_EQ(regime(64, kSmall, 0), Regime::kRow64);

@@ -23,10 +23,12 @@ struct Counted {
   }
 };
 
+constexpr std::size_t kLarge = 4 << 20;
+
 // True when the team did it.
-bool run_and_check(std::size_t chunks, int threads, bool large = true) {
+bool run_and_check(std::size_t chunks, int threads, std::size_t nbytes = kLarge) {
   Counted counted(chunks);
-  const bool done = Team::instance().run(static_cast<std::int64_t>(chunks), threads, large, &Counted::run, &counted);
+  const bool done = Team::instance().run(static_cast<std::int64_t>(chunks), threads, nbytes, &Counted::run, &counted);
   for (const auto& calls : counted.calls) CHECK_EQ(calls.load(), done ? 1 : 0);
   return done;
 }
@@ -54,10 +56,10 @@ TEST("of several callers at once each gets all of its chunks done or none") {
 
 TEST("a job too small for its caller to wake parked workers is left to it, unless it follows another closely") {
   Team::instance().set_threads(2);
-  while (run_and_check(4, 2, false)) std::this_thread::yield();  // until a pause made it no burst
-  CHECK(run_and_check(4, 2, true));
-  CHECK(!run_and_check(4, 1, true));
-  CHECK(!run_and_check(1, 2, true));
+  while (run_and_check(4, 2, 1000)) std::this_thread::yield();  // until a pause made it no burst
+  CHECK(run_and_check(4, 2));
+  CHECK(!run_and_check(4, 1));
+  CHECK(!run_and_check(1, 2));
   Team::instance().set_threads(0);
 }
 
