@@ -26,6 +26,7 @@ struct Native {
   bool (*dispatch_modes)(bool) = nullptr;         // c10::impl::TorchDispatchModeTLS::any_modes_set
   void (*bump)(const void* tensor) = nullptr;     // torch::autograd::impl::bump_version; throws for what torch refuses
   bool (*is_neg)(const void* tensor) = nullptr;   // at::native::is_neg
+  bool (*has_names)(const void* impl) = nullptr;  // at::impl::has_names; may be null
   bool (*is_conj)(const void* tensor) = nullptr;  // at::native::is_conj
   bool (*is_inference)(const void* tensor) = nullptr;  // at::native::is_inference
   std::size_t word = 0;                                // where a Python tensor holds its at::Tensor
@@ -71,6 +72,7 @@ struct Torch {
   PyTypeObject* tensor_type = nullptr;
   PyObject* has_torch_function = nullptr;  // (tensor) -> bool; for an exact Tensor: is a torch function mode active
   PyObject* dispatch_stack = nullptr;      // () -> int
+  PyObject* has_names = nullptr;           // Tensor.has_names, in torch < 2.13
   PyObject* is_neg = nullptr;              // Tensor.is_neg
   PyObject* is_conj = nullptr;             // Tensor.is_conj
   PyObject* is_inference = nullptr;        // Tensor.is_inference
@@ -158,6 +160,7 @@ void find_native(PyObject* module) {
       !find_symbol("libtorch_cpu.so", "_ZN2at6native12is_inferenceERKNS_6TensorE", &native.is_inference)) {
     return;
   }
+  find_symbol("libtorch_cpu.so", "_ZN2at4impl9has_namesEPKN3c1010TensorImplE", &native.has_names);
   // An inference tensor has no count: the import may stand in an inference_mode block.
   PyObject* normal = PyObject_CallMethod(module, "inference_mode", "O", Py_False);
   PyObject* entered = normal != nullptr ? PyObject_CallMethod(normal, "__enter__", nullptr) : nullptr;
@@ -190,6 +193,13 @@ bool is_true(PyObject* callable, PyObject* argument) {
 bool mode_active(PyObject* tensor) {
   if (torch.native.word != 0) return torch.native.function_mode() || torch.native.dispatch_modes(false);
   return is_true(torch.has_torch_function, tensor) || is_true(torch.dispatch_stack, nullptr);
+}
+
+// Names go with a copy, and are checked against dst's: torch's to do.
+bool has_names(PyObject* tensor) {
+  if (torch.has_names == nullptr) return false;
+  if (torch.native.word == 0 || torch.native.has_names == nullptr) return is_true(torch.has_names, tensor);
+  return torch.native.has_names(*static_cast<void* const*>(torch.native.tensor(tensor)));
 }
 
 bool is_neg(PyObject* tensor) {
@@ -431,6 +441,8 @@ void load_torch() {
   torch.uint8 = attribute(module, "uint8");
   torch.int8 = attribute(module, "int8");
   torch.is_neg = attribute(tensor_type, "is_neg");
+  torch.has_names = PyObject_GetAttrString(tensor_type, "has_names");
+  PyErr_Clear();
   torch.is_conj = attribute(tensor_type, "is_conj");
   torch.is_inference = attribute(tensor_type, "is_inference");
   PyObject* base = attribute(internals, "TensorBase");
@@ -458,7 +470,7 @@ bool view_tensor(PyObject* object, TensorView* out) {
 
 bool copies_bytes_only(PyObject* dst, PyObject* src, DlDataType dtype) {
   if (mode_active(dst)) return false;
-  if (is_neg(dst) || is_neg(src)) return false;
+  if (is_neg(dst) || is_neg(src) || has_names(dst) || has_names(src)) return false;
   if (is_integral(dtype)) return true;  // knows no gradient
   if (watched(dst) || watched(src) || in_dual_level()) return false;
   return dtype.code != kDlComplex || !(is_conj(dst) || is_conj(src));
@@ -470,7 +482,7 @@ bool is_inference(PyObject* tensor) {
 }
 
 bool copies_values_only(PyObject* dst, DlDataType dtype, PyObject* src, DlDataType src_dtype) {
-  if (mode_active(dst) || is_neg(dst)) return false;
+  if (mode_active(dst) || is_neg(dst) || has_names(dst) || has_names(src)) return false;
   if (!is_integral(dtype) && (watched(dst) || in_dual_level())) return false;
   if (!is_integral(src_dtype) && (watched(src) || in_dual_level())) return false;
   return dtype.code != kDlComplex || !is_conj(dst);

@@ -141,6 +141,7 @@ def meant_for_torch(*tensors: torch.Tensor) -> bool:
             or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
             or torch._is_functional_tensor(tensor)
             or tensor._is_zerotensor()
+            or (hasattr(tensor, "has_names") and tensor.has_names())  # torch < 2.13 has named tensors
             for tensor in tensors
         )
         or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))

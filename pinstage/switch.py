@@ -34,7 +34,7 @@ class StagedCopies:
 
     Attributes:
         copies: host-to-device copies.
-        nbytes: their bytes.
+        nbytes: their bytes; sparse tensors do not count.
     """
 
     def __init__(self) -> None:
@@ -152,18 +152,18 @@ def _copy(method: Callable[..., Any], dst: torch.Tensor, *args: Any, **kwargs: A
 
 
 def _to(method: Callable[..., Any], src: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """``Tensor.to(device, dtype, non_blocking, copy)``, ``(dtype, ...)`` or ``(other, non_blocking, copy)``."""
+    """``Tensor.to(device, dtype, non_blocking, copy)``, ``(dtype, ...)`` or ``(tensor, non_blocking, copy)``."""
     first = args[0] if args else None
     if isinstance(first, torch.dtype):
         names: tuple[str, ...] = ("dtype", "non_blocking", "copy")
     elif isinstance(first, torch.Tensor):
-        names = ("other", "non_blocking", "copy")
+        names = ("tensor", "non_blocking", "copy")
     else:
         names = ("device", "dtype", "non_blocking", "copy")
     values = {**dict(zip(names, args, strict=False)), **kwargs}
     if not values.get("non_blocking") or src.device.type != "cpu":
         return method(src, *args, **kwargs)
-    other = values.pop("other", None)
+    other = values.pop("tensor", None)
     if isinstance(other, torch.Tensor):
         values |= {"device": other.device, "dtype": other.dtype}
     if values.get("device") is None or torch.device(values["device"]).type != "cuda":
@@ -224,7 +224,7 @@ def _counted(result: torch.Tensor) -> torch.Tensor:
     global _copies, _nbytes
     with _lock:
         _copies += 1
-        _nbytes += result.nbytes
+        _nbytes += result.nbytes if result.layout == torch.strided else 0
     return result
 
 

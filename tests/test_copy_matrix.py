@@ -65,8 +65,12 @@ def raw(tensor):
 
 
 def equal(ours, theirs):
-    """Of complex numbers the values: torch's own copy of a negated zero is 0.0 or -0.0, depending on the layout."""
-    return torch.equal(raw(ours), raw(theirs)) or (ours.is_complex() and torch.equal(ours.cpu(), theirs.cpu()))
+    """The bytes, or the values: torch's own copy of a negated zero is 0.0 or -0.0, depending on layout and device."""
+    if torch.equal(raw(ours), raw(theirs)):
+        return True
+    wide = torch.complex128 if ours.is_complex() else torch.float64
+    signed_zeros = ours.is_complex() or ours.is_floating_point()
+    return signed_zeros and torch.equal(ours.cpu().to(wide), theirs.cpu().to(wide))
 
 
 def changes(before, after):

@@ -217,7 +217,7 @@ MOVES = {
     "copy": lambda t: t.to("cuda", torch.complex64, True, True),
     "dtype keyword": lambda t: t.to("cuda", non_blocking=True, dtype=torch.complex64, copy=True),
     "other": lambda t: t.to(torch.empty(0, device="cuda", dtype=torch.complex128), non_blocking=True),
-    "other keyword": lambda t: t.to(other=torch.empty(0, device="cuda", dtype=torch.complex128), non_blocking=True),
+    "other keyword": lambda t: t.to(tensor=torch.empty(0, device="cuda", dtype=torch.complex128), non_blocking=True),
     "format": lambda t: t.to("cuda", non_blocking=True, memory_format=torch.contiguous_format),
     "cuda": lambda t: t.cuda(non_blocking=True),
     "cuda index": lambda t: t.cuda(0, True),
