@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     figures = []
     for nbytes in args.sizes:
         calls = variants(nbytes)
-        interleaved(calls, 4, synchronize=torch.cuda.synchronize)
+        interleaved(calls, 4, synchronize=torch.cuda.synchronize, block=args.block)
         before = pool.stats()
         rounds = args.rounds if nbytes < 1 << 20 else args.rounds // 4
         times = interleaved(

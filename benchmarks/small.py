@@ -1,7 +1,7 @@
 # Copyright (c) 2026 The pinstage authors.
 # SPDX-License-Identifier: Apache-2.0
 
-"""Host time of many small uploads, `copy_batch_`, and of Python lists, `to_device`, against what users write today."""
+"""Host time of many small uploads, of Python lists, and of strided and converting copies, against today's ways."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from measure import Call, Host, interleaved, print_table, size_name, write_json
+from measure import SETTLED, Call, Host, interleaved, print_table, size_name, write_json
 
 import pinstage
 
@@ -129,6 +129,23 @@ def list_calls(data: list[Any], dtype: torch.dtype) -> dict[str, Call]:
     return calls
 
 
+def other_calls(dst: torch.Tensor, pinned: torch.Tensor) -> dict[str, Call]:
+    """Each copies what is not dense bytes of dst's dtype."""
+    source = torch.empty_strided(pinned.shape, pinned.stride(), dtype=pinned.dtype).copy_(pinned)
+    calls: dict[str, Call] = {
+        "copy_": lambda i: pinstage.copy_(dst, source),
+        "bare": lambda i: dst.copy_(pinned, non_blocking=True),
+        "pageable": lambda i: dst.copy_(source, non_blocking=True),
+    }
+    for name, call in calls.items():
+        dst.fill_(101)
+        call(0)
+        torch.cuda.synchronize()
+        if not torch.equal(dst.cpu(), source.to(dst.dtype)):
+            raise RuntimeError(f"{name} brought wrong numbers")
+    return calls
+
+
 def batch_cases() -> dict[str, list[torch.Tensor]]:
     cases = {
         f"{PAIRS} x {size_name(nbytes)}, {layout}": make(nbytes) for nbytes in SIZES for layout, make in LAYOUTS.items()
@@ -149,13 +166,40 @@ def list_cases() -> dict[str, tuple[list[Any], torch.dtype]]:
     return cases
 
 
+def other_cases() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """(dst, pinned source)."""
+
+    def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return (
+            torch.arange(100)
+            .repeat(-(-torch.Size(shape).numel() // 100))[: torch.Size(shape).numel()]
+            .to(dtype)
+            .reshape(shape)
+        )
+
+    def device(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    planes = numbers(1, 1024, 2, 1024).pin_memory()
+    return {
+        "plane [:, :, 0] of 4 MB": (device(1, 1024, 2, 1024)[:, :, 0], planes[:, :, 0]),
+        "transposed, 64 KB": (device(128, 128), numbers(128, 128).pin_memory().t()),
+        "8192 int32 to int64": (device(8192, dtype=torch.int64), numbers(8192).pin_memory()),
+        "8192 int64 to int32": (device(8192), numbers(8192, dtype=torch.int64).pin_memory()),
+        "8192 float32 to bfloat16": (
+            device(8192, dtype=torch.bfloat16),
+            numbers(8192, dtype=torch.float32).pin_memory(),
+        ),
+    }
+
+
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def measure(calls: dict[str, Call], args: argparse.Namespace) -> dict[str, Host]:
+def measure(calls: dict[str, Call], args: argparse.Namespace, settle: float = 0.0) -> dict[str, Host]:
     interleaved(calls, 4, synchronize=torch.cuda.synchronize, block=args.block)
     before = pinstage.default_pool().stats()
-    times = interleaved(calls, args.rounds, synchronize=torch.cuda.synchronize, block=args.block)
+    times = interleaved(calls, args.rounds, synchronize=torch.cuda.synchronize, block=args.block, settle=settle)
     after = pinstage.default_pool().stats()
     if (after.host_allocations, after.events_created) != (before.host_allocations, before.events_created):
         print("the steady state pinned memory or made events")
@@ -184,11 +228,13 @@ def run(args: argparse.Namespace) -> int:
     pinstage.default_pool().reserve(64 << 20)
     batches = {case: measure(batch_calls(dsts), args) for case, dsts in batch_cases().items()}
     lists = {case: measure(list_calls(*data), args) for case, data in list_cases().items()}
+    others = {case: measure(other_calls(*pair), args, SETTLED) for case, pair in other_cases().items()}
     report("many small copies", batches)
     report("Python lists", lists)
+    report("strided and converting copies", others)
     figures = {
         kind: {case: {name: time._asdict() for name, time in times.items()} for case, times in cases.items()}
-        for kind, cases in (("batches", batches), ("lists", lists))
+        for kind, cases in (("batches", batches), ("lists", lists), ("others", others))
     }
     write_json(args.json, "small", figures)
     return 0
