@@ -458,4 +458,5 @@ NB_MODULE(_core, m) {
             self.ref.pool->wait_reusable(self.ref, wait_for(timeout));
           },
           "timeout"_a.none(), Unlocked());
+  bind_table(m);
 }

@@ -18,6 +18,7 @@ void bind_simulated_driver(nanobind::module_& module);  // simulated_bindings.cp
 void bind_snapshots(nanobind::module_& module);         // snapshot_bindings.cpp
 void bind_batch(nanobind::module_& module);             // batch_bindings.cpp
 void bind_lists(nanobind::module_& module);             // list_bindings.cpp
+void bind_table(nanobind::module_& module);             // table_bindings.cpp
 
 constexpr int kMaxCudaDevices = 64;
 

@@ -7,7 +7,7 @@ An asynchronous copy reads its source when it executes, not when it is enqueued.
 then, for less host time than the unguarded copy costs. Three contracts say who may write the source, and when:
 
     snapshot   copy_, copy_rows_, copy_batch_,     the caller, as soon as the call returns
-               to_device, gather_rows
+               to_device, gather_rows, StagedTable
     handover   StagingPool.lease, DoubleBuffer     the caller, until the hand-over; then nobody until the fence passed
     borrow     keep_alive                          nobody until the ticket is done
 """
@@ -30,6 +30,7 @@ from pinstage.errors import (
 from pinstage.gather import gather_rows, set_num_threads
 from pinstage.pool import Lease, PoolStats, StagingPool, default_pool
 from pinstage.switch import staged_copies
+from pinstage.table import StagedTable
 from pinstage.ticket import Ticket, keep_alive
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "PinstageError",
     "PoolExhausted",
     "PoolStats",
+    "StagedTable",
     "StagingPool",
     "Ticket",
     "WaitTimeout",

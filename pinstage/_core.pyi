@@ -291,3 +291,56 @@ class Lease:
     def is_open(self) -> bool: ...
 
     def wait_reusable(self, timeout: float | None) -> None: ...
+
+class TakenRows:
+    """Rows of a table on their way to the device."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """
+        (first, count) of the rows that one copy each brings; empty: scattered.
+        """
+
+    @property
+    def fill_to(self) -> int:
+        """Columns from the window's width up to this one are to be padded."""
+
+class Table:
+    @staticmethod
+    def make(host: object, mirror: object, outer: int, rows: int, planes: int, columns: int, tracking: int) -> Table: ...
+
+    def mark(self, rows: object) -> None: ...
+
+    def forget_padding(self) -> None: ...
+
+    def take(self, rows: Any, plane: int, planes: int, width: int, pad: bool) -> TakenRows | None: ...
+
+    def put_back(self, taken: TakenRows) -> None: ...
+
+    def send(self, taken: TakenRows, stream: int, pool: Pool) -> Ticket | None: ...
+
+    def send_packed(self, taken: TakenRows, begin: int, count: int, dst: object, stream: int, pool: Pool) -> None: ...
+
+    def send_rows(self, dst: object, index: object, plane: int, planes: int, width: int, stream: int, pool: Pool) -> Ticket | None: ...
+
+    @staticmethod
+    def packed_index_bytes(count: int) -> int: ...
+
+    @property
+    def most_runs(self) -> int:
+        """Runs of rows that get a copy each. For tests and measurements."""
+
+    @most_runs.setter
+    def most_runs(self, arg: int, /) -> None: ...
+
+    @property
+    def most_surplus_bytes(self) -> int:
+        """
+        Bytes that go along to make one copy of all. For tests and measurements.
+        """
+
+    @most_surplus_bytes.setter
+    def most_surplus_bytes(self, arg: int, /) -> None: ...

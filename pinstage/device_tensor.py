@@ -12,7 +12,7 @@ import torch
 
 from pinstage import _core
 from pinstage.copy import copy_
-from pinstage.devices import DeviceLike, resolve
+from pinstage.devices import DeviceLike, empty, resolve
 from pinstage.gather import as_host_tensor
 from pinstage.pool import StagingPool
 
@@ -67,16 +67,9 @@ def to_device(
         if src.permute(by_stride).is_contiguous():  # dense, in an order of dimensions of its own
             order = by_stride
     dense = src.permute(order)
-    dst = _empty(dense.shape, src.dtype if dtype is None else dtype, core, device)
+    dst = empty(core, dense.shape, src.dtype if dtype is None else dtype)
     copy_(dst, dense, pool=pool)
     return dst.permute([order.index(dim) for dim in range(src.dim())])
-
-
-def _empty(shape: torch.Size, dtype: torch.dtype, core: _core.Device, device: Any) -> torch.Tensor:
-    if core.simulation is None:
-        return torch.empty(shape, dtype=dtype, device=torch.device("cuda", core.index))
-    made: torch.Tensor = device.empty(shape, dtype)
-    return made
 
 
 def _as_tensor(data: Any, dtype: torch.dtype | None) -> torch.Tensor:

@@ -6,7 +6,11 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+import ctypes
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias, Union
 
 import torch
@@ -111,6 +115,44 @@ def stream_handle(stream: StreamLike) -> int:
     raise TypeError(
         f"a stream is a torch.cuda.Stream, an int handle or has __cuda_stream__; got {type(stream).__name__}"
     )
+
+
+def empty(core: _core.Device, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A new contiguous tensor on the device, uninitialised; on a GPU from torch's allocator, on the current stream."""
+    if core.simulation is None:
+        return torch.empty(tuple(shape), dtype=dtype, device=torch.device("cuda", core.index))
+    return empty_simulated(core.simulation, shape, dtype)
+
+
+def empty_simulated(simulation: _core.SimulatedDevice, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A new contiguous tensor over a new block of a simulated device's heap, which ends when its last view died."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    address = simulation.heap_alloc(max(nbytes, 1))
+    block = (ctypes.c_char * max(nbytes, 1)).from_address(address)
+    weakref.finalize(block, _core.SimulatedDevice.heap_free, address).atexit = False
+    return torch.frombuffer(block, dtype=torch.uint8)[:nbytes].view(dtype).view(tuple(shape))
+
+
+@contextmanager
+def on_stream(core: _core.Device, handle: int) -> Iterator[None]:
+    """Makes a stream, given by its handle, the device's current one in this thread for a ``with`` block."""
+    if handle == core.current_stream:
+        yield
+        return
+    simulation = core.simulation
+    if simulation is not None:
+        before, simulation.current_stream = simulation.current_stream, handle
+        try:
+            yield
+        finally:
+            simulation.current_stream = before
+        return
+    # ExternalStream(0) would be a new stream.
+    stream: torch.cuda.Stream = torch.cuda.default_stream(core.index)
+    if handle != stream.cuda_stream:
+        stream = torch.cuda.ExternalStream(handle, core.index)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        yield
 
 
 def run_on_stream(core: _core.Device, step: Callable[[], object], *, writes: torch.Tensor) -> None:

@@ -118,10 +118,15 @@ def keep_alive(obj: object, stream: StreamLike | None = None, *, device: object 
     core = resolve(device)
     handle = core.current_stream if stream is None else stream_handle(stream)
     ticket = core.fence(handle)
-    with _kept_lock:
-        _kept.setdefault((core, handle), deque()).append((ticket, obj))
+    keep_until(ticket, core, handle, obj)
     release_passed()
     return Ticket(ticket)
+
+
+def keep_until(ticket: _core.Ticket, core: _core.Device, handle: int, obj: object) -> None:
+    """Keeps `obj` alive until a fence that was recorded on the stream has passed. Calls no driver."""
+    with _kept_lock:
+        _kept.setdefault((core, handle), deque()).append((ticket, obj))
 
 
 def release_passed() -> None:

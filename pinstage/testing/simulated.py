@@ -10,8 +10,6 @@ the model and the rules in full.
 from __future__ import annotations
 
 import atexit
-import ctypes
-import math
 import os
 import weakref
 from contextlib import contextmanager
@@ -221,8 +219,7 @@ class SimulatedDevice:
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(size < 0 for size in sizes):
             raise ValueError(f"shape is {sizes}: sizes cannot be negative")
-        nbytes = math.prod(sizes) * dtype.itemsize
-        return _heap_bytes(self._core, max(nbytes, 1))[:nbytes].view(dtype).view(sizes)
+        return devices.empty_simulated(self._core, sizes, dtype)
 
     def zeros(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A new contiguous device tensor of zeros, at once rather than in stream order."""
@@ -442,14 +439,6 @@ class SimulatedDevice:
         if self._kernel_error is not None:
             self._reported = True
             raise self._kernel_error
-
-
-def _heap_bytes(core: _core.SimulatedDevice, nbytes: int) -> torch.Tensor:
-    """A uint8 tensor over a new heap block, which is freed when the last view of it died."""
-    address = core.heap_alloc(nbytes)
-    block = (ctypes.c_char * nbytes).from_address(address)
-    weakref.finalize(block, _core.SimulatedDevice.heap_free, address).atexit = False
-    return torch.frombuffer(block, dtype=torch.uint8)
 
 
 _pid = os.getpid()
