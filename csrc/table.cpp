@@ -291,8 +291,8 @@ void stage_lines(Pool& pool, const CopyPlan& plan, DevicePtr dst, Stream stream,
 
 std::optional<Ticket> Table::send(const Taken& taken, Pool& pool, DevicePtr dst, Stream stream, const Wait& wait) {
   const Window& window = taken.window;
-  if (taken.rows.empty() || row_bytes(window) == 0) return pool.device().fence(stream);
   if (taken.runs.empty()) return std::nullopt;
+  if (row_bytes(window) == 0) return pool.device().fence(stream);  // there are tails to fill
   const std::int64_t row_stride = shape_.planes * shape_.columns;
   struct Copy {
     CopyPlan plan;
@@ -358,6 +358,7 @@ void Table::send_packed(const Taken& taken, std::int64_t begin, std::int64_t cou
       const std::int64_t row = rows[i];
       std::memcpy(slot + i * sizeof(row), &row, sizeof(row));
     }
+    if (row_bytes(taken.window) == 0) return;
     gather_in_parallel(part_of(gather_of(taken.window, source()), numbers, 0, static_cast<std::int64_t>(numbers.size()),
                                slot + index_bytes));
   });

@@ -64,8 +64,8 @@ void require_in_place(const PyTable& self) {
 
 // The first `rows` rows when it is an int, else those of an index tensor that Python checked to be one.
 NamedRows named(nb::handle rows) {
-  std::int64_t count = 0;
-  if (nb::try_cast(rows, count)) return {nullptr, false, 1, count};
+  // An index of one element would convert to an int too.
+  if (nb::isinstance<nb::int_>(rows)) return {nullptr, false, 1, nb::cast<std::int64_t>(rows)};
   TensorView index;
   if (!view_tensor(rows.ptr(), &index)) throw nb::type_error("an index is a plain tensor");
   return {index.data, index.dtype.bits == 64, index.strides[0], index.shape[0]};

@@ -9,6 +9,7 @@ import math
 import threading
 from collections.abc import Callable
 from functools import partial
+from numbers import Number
 from typing import Any, Literal
 
 import torch
@@ -61,7 +62,7 @@ class StagedTable:
         device: tensor of `shape` on the device.
 
     Raises:
-        ValueError: fewer than two dimensions, a negative size, a `dim` that leaves no columns, an unknown `track`, a
+        ValueError: fewer than two dimensions, one of size 0, a `dim` that leaves no columns, an unknown `track`, a
             pool of another device.
         TypeError: a dtype that a slot cannot hold.
         DriverError: no such device, or no driver.
@@ -90,8 +91,8 @@ class StagedTable:
         pool: StagingPool | None = None,
     ) -> None:
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        if len(sizes) < 2 or min(sizes) < 0:
-            raise ValueError(f"a table has rows and columns, neither of a negative number; shape is {sizes}")
+        if len(sizes) < 2 or min(sizes) < 1:
+            raise ValueError(f"a table has rows and columns, at least one of each; shape is {sizes}")
         if not -len(sizes) <= dim < len(sizes) or dim % len(sizes) == len(sizes) - 1:
             raise ValueError(f"dim is {dim}: rows count along a dimension before the last of {sizes}")
         if track not in _TRACKING:
@@ -357,7 +358,7 @@ class StagedTable:
         outer, itemsize = self._grid_shape[0], self.dtype.itemsize
         row_bytes = outer * planes * width * itemsize
         mirror = self._grid.narrow(2, plane, planes).narrow(3, 0, width)
-        most = max(pool._piece_bytes(taken.count * row_bytes) // row_bytes, 1)
+        most = max(pool._piece_bytes(taken.count * row_bytes) // max(row_bytes, 1), 1)
         for begin in range(0, taken.count, most):
             count = min(most, taken.count - begin)
             index_bytes = self._core.packed_index_bytes(count)
@@ -381,6 +382,8 @@ class StagedTable:
 
     def _pad_with(self, pad: complex) -> None:
         """The value that tails hold from now on."""
+        if not isinstance(pad, Number):
+            raise TypeError(f"pad is a number, not {type(pad).__name__}")
         if pad == self._pad:
             return
         try:
