@@ -115,6 +115,7 @@ class Table {
   bool differs(std::int64_t row, const Window& window) const noexcept;
   void find_changes(const NamedRows& named, const Window& window, std::vector<std::uint8_t>* changed) const;
   bool lacks(std::int64_t row, const Window& window, bool pad) const noexcept;
+  bool has_first(std::int64_t rows, const Window& window, bool pad) const noexcept;
   void find_runs(Taken* taken, bool gaps_may_travel) const;
   void count_as_sent(Taken* taken, bool pad) noexcept;
   Gather gather_of(const Window& window, const char* base) const noexcept;

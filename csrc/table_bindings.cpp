@@ -90,7 +90,7 @@ std::optional<Ticket> send(PyTable& self, const PyTaken& taken, std::uintptr_t s
     ticket = self.core.send(taken, *pool.pool, self.data, reinterpret_cast<Stream>(stream), wait_for({}));
   }
   bump_version(self.mirror.ptr());
-  if (!warn_of_waits(*pool.pool)) PyErr_WriteUnraisable(self.mirror.ptr());
+  if (!warn(*pool.pool)) PyErr_WriteUnraisable(self.mirror.ptr());
   return ticket;
 }
 
@@ -103,7 +103,7 @@ void send_packed(PyTable& self, const PyTaken& taken, std::int64_t begin, std::i
     self.core.send_packed(taken, begin, count, *pool.pool, reinterpret_cast<DevicePtr>(packed.data),
                           reinterpret_cast<Stream>(stream), wait_for({}));
   }
-  if (!warn_of_waits(*pool.pool)) PyErr_WriteUnraisable(dst.ptr());
+  if (!warn(*pool.pool)) PyErr_WriteUnraisable(dst.ptr());
 }
 
 // None: no copy engine writes `part`, whose shape is that of the rows, well.
@@ -124,7 +124,7 @@ std::optional<Ticket> send_rows(PyTable& self, nb::handle dst, nb::handle index,
     ticket = self.core.send_rows(rows, {plane, planes, width}, *pool.pool, plan, reinterpret_cast<DevicePtr>(part.data),
                                  reinterpret_cast<Stream>(stream), wait_for({}));
   }
-  if (!warn_of_waits(*pool.pool)) PyErr_WriteUnraisable(dst.ptr());
+  if (!warn(*pool.pool)) PyErr_WriteUnraisable(dst.ptr());
   return ticket;
 }
 

@@ -19,7 +19,7 @@ NO_EXAMPLE = {"PoolStats", "PinstageError", "PoolExhausted", "LeaseStateError", 
 # What names the contract of its call: who may write the source, and when.
 CONTRACTS = {
     "copy_": "snapshot", "copy_batch_": "snapshot", "copy_rows_": "snapshot", "to_device": "snapshot",
-    "gather_rows": "snapshot", "Lease": "handover",
+    "gather_rows": "snapshot", "StagedTable": "snapshot", "Lease": "handover",
     "DoubleBuffer": "handover", "keep_alive": "borrow",
 }  # fmt: skip
 

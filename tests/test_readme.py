@@ -36,7 +36,7 @@ def names(dev):
         "srcs": [SOURCE.clone(), torch.arange(3)], "numbers": SOURCE.tolist(),
         "array": SOURCE.numpy().astype(np.float64), "dtype": torch.int32, "shape": (4, 8),
         "fill": lambda tensor: tensor.copy_(SOURCE), "tensor": torch.zeros(4),
-        "planes": SOURCE.unsqueeze(-1).repeat(1, 1, 2), "longs": SOURCE.to(torch.int64),
+        "n": 3, "w": 5, "planes": SOURCE.unsqueeze(-1).repeat(1, 1, 2), "longs": SOURCE.to(torch.int64),
     }  # fmt: skip
 
 
@@ -49,6 +49,9 @@ OUTCOMES = {
     "pinstage.to_device(": lambda _, made: made.tolist() == SOURCE.tolist(),
     "pinstage.copy_rows_(": lambda n, _: torch.equal(n["dst"], SOURCE[ROWS]),
     "pinstage.gather_rows(": lambda n, made: made is n["out"] and torch.equal(made, SOURCE[ROWS]),
+    "block_table.commit(n": lambda n, _: torch.equal(n["block_table"].device[:3, :5], SOURCE[:3, :5]),
+    "block_table.commit()": lambda n, _: torch.equal(n["block_table"].device[ROWS], SOURCE[ROWS]),
+    "block_table.commit_to(": lambda n, _: torch.equal(n["dst"], SOURCE[ROWS]),
     "pool.lease(": lambda n, _: torch.equal(n["dst"], SOURCE),
     "db.copy_to(": lambda n, _: torch.equal(n["dst"], SOURCE),
     "pinstage.keep_alive(": lambda _, made: made.done(),
@@ -69,6 +72,8 @@ def test_replacement_does_what_it_replaces(today, snippets):
                 made = eval(snippet, namespace)
         for changed in ("src", "planes", "longs", "table", "idx", "tensor"):  # at once
             namespace[changed].fill_(1)
+        if "block_table" in namespace:
+            namespace["block_table"].host.fill_(1)
         dev.synchronize()
         (outcome,) = (check for call, check in OUTCOMES.items() if call in snippets[-1])
         assert outcome(namespace, made), f"{snippets} instead of {today}"
