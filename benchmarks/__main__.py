@@ -11,6 +11,7 @@ import sys
 
 SUITES = {
     "bulk": "large uploads of pageable blocks and rows, and the pinning of a new pool",
+    "cache_manager": "a cache manager's tables and metadata, call by call and over a trace's steps",
     "event_query": "what polling a fence costs, which is why fences are polled in batches",
     "gather": "gather_rows against index_select, take and memcpy, from cold and cached tables",
     "overhead": "host time of copy_ against what users write today, and the driver floor",

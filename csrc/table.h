@@ -97,11 +97,11 @@ class Table {
   Ticket send_rows(const NamedRows& index, const Window& window, Pool& pool, const CopyPlan& plan, DevicePtr dst,
                    Stream stream, const Wait& wait);
 
-  // Runs of rows that get a copy each: a copy costs the host 1.6 us (H200), a scatter on the device, with the tensors
-  // that it needs, the time of about ten.
-  std::size_t most_runs = 8;
-  // Rows that the device has already go along, if that makes one copy of all, up to so many bytes: what the snapshot
-  // takes in the time of a scatter.
+  // Runs of rows that get a copy each. A copy costs the host 1.6 us, a scatter about 20: a new tensor, views of it, a
+  // copy and a kernel (H200, from what its parts cost; `python benchmarks cache_manager` measures both).
+  std::size_t most_runs = 12;
+  // Rows that the device has already go along, if that makes one copy of all, up to so many bytes: what one thread
+  // snapshots in the time of a scatter.
   std::int64_t most_surplus_bytes = 128 << 10;
 
  private:

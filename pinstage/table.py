@@ -21,7 +21,7 @@ from pinstage.dtypes import code_of
 from pinstage.errors import LeaseStateError
 from pinstage.gather import as_index
 from pinstage.pool import ShapeLike, StagingPool, default_pool
-from pinstage.ticket import Ticket, keep_until
+from pinstage.ticket import Ticket, keep_until, release_passed
 
 Tracking = Literal["marks", "compare"]
 _TRACKING = {None: 0, "marks": 1, "compare": 2}
@@ -30,12 +30,12 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 class StagedTable:
-    """A table in ordinary host memory, written by anyone at any time, and its mirror on the device.
+    """A table in ordinary host memory, written at any time, and its mirror on the device (contract: snapshot).
 
     For block tables and the like: `host` is written in place, by torch, NumPy or C++ through its pointer, and a step's
     `commit` sends what is live of it. Host and mirror are allocated once, as zeros, and keep their addresses.
 
-    Contract (snapshot): the host table may be written as soon as `commit` or `commit_to` returns. A writer on another
+    The host table may be written, by anyone, as soon as `commit` or `commit_to` returns. A writer on another
     thread that comes *during* the call may leave a row of which some bytes are old and some new, each as it was at some
     moment of the call; no other row and no other byte is touched. Once it has marked the row (or with
     ``track="compare"``), the next commit that names the row sends it again.
@@ -109,6 +109,7 @@ class StagedTable:
         self._pad_word: Any = 0
         self._tickets: dict[int, _core.Ticket] = {}  # the last of each stream but the one that owns the mirror's memory
 
+        release_passed()  # mirrors of tables that are gone
         outer, planes = math.prod(sizes[: self.dim]), math.prod(sizes[self.dim + 1 : -1])
         self._grid_shape = (outer, sizes[self.dim], planes, sizes[-1])
         self._home = self._core_device.current_stream
@@ -162,9 +163,10 @@ class StagedTable:
         """Brings the mirror up to date in the named rows and the live columns (contract: snapshot).
 
         Only rows that are named and, where the table tracks, not known to be unchanged are sent, and of those only the
-        live columns. With tracking, a wider commit also sends what a narrower one left out. Rows of up to eight runs
-        of neighbours go as one pitched copy each; more than that as one copy of all from the first to the last, if
-        that sends few others and `rows` names those too, else packed, to be scattered on the device.
+        live columns. With tracking, a wider commit also sends what a narrower one left out: rows that were marked are
+        sent once more, so let `width` grow in steps. A few runs of neighbours go as one pitched copy each; more than
+        that as one copy of all from the first to the last, if that sends few others and `rows` names those too, else
+        packed, to be scattered on the device.
 
         Args:
             rows: an int is the first so many rows; a 1-D int32 or int64 CPU tensor, NumPy array, list or range are

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -80,6 +81,33 @@ def test_retired_streams_may_read_the_slot_in_place(rig):
         lease_of(pool, 2).cancel()
     for dst in dsts:
         rig.expect(dst, 1)
+
+
+@pytest.mark.raced
+def test_kernel_on_a_raw_stream_sees_the_slots_that_it_was_launched_with(rig):
+    """Case 2: it reads a table and an index in place; both are refilled behind the gate."""
+    pool, seen = rig.pool(), [rig.filled((2, 8), torch.int32, 0) for _ in range(2)]
+    tables = [torch.arange(64, dtype=torch.int32).view(8, 8) + 100 * step for step in range(2)]
+    indices = [torch.tensor([7, 2]), torch.tensor([0, 5])]
+    with rig.stream() as stream:
+        handle = int(stream.__cuda_stream__()[1])
+        with rig.gate(stream):
+            for table, index, dst in zip(tables, indices, seen, strict=True):
+                with pool.lease((8, 8), torch.int32) as rows, pool.lease(2, torch.int64) as numbers:
+                    rows.tensor.copy_(table)
+                    numbers.tensor.copy_(index)
+                    views = [
+                        unguarded(lease.tensor).view(lease.shape) if rig.simulated else lease.device_view
+                        for lease in (rows, numbers)
+                    ]
+                    rig.launch(partial(torch.index_select, views[0], 0, views[1], out=dst))
+                    del views
+                    rows.retire(handle)
+                    ticket = numbers.retire(handle)
+            if not rig.lying:
+                assert not ticket.done()
+    for table, index, dst in zip(tables, indices, seen, strict=True):
+        rig.expect(dst, table[index])
 
 
 def unguarded(tensor):
