@@ -44,9 +44,8 @@ def test_generated_requests_have_the_quantiles_of_the_service(steps):
 
 def test_trace_is_read_and_repeated(steps, tmp_path):
     path = tmp_path / "trace.csv"
-    path.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,4808,10\n2023-11-16 18:17:04,8,3\n"
-    )
+    header = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    path.write_text(header + "2023-11-16 18:17:03.97,4808,10\n2023-11-16 18:17:04,8,3\n")
     assert list(itertools.islice(steps.traced_requests(str(path)), 3)) == [(4808, 10), (8, 3), (4808, 10)]
     path.write_text(header)
     with pytest.raises(ValueError, match="no requests"):
