@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Callable
 from functools import partial
-from numbers import Number
+from numbers import Integral, Number
 from typing import Any, Literal
 
 import torch
@@ -58,6 +58,7 @@ class StagedTable:
         pool: the staging pool; None is the default pool of `device`.
 
     Attributes:
+        shape, dtype, dim: as given.
         host: CPU tensor of `shape`, pageable; its ``.numpy()`` and ``.data_ptr()`` stay valid as long as it lives.
         device: tensor of `shape` on the device.
 
@@ -98,7 +99,7 @@ class StagedTable:
         if track not in _TRACKING:
             raise ValueError(f'track is None, "marks" or "compare", not {track!r}')
         code_of(dtype)
-        self.dim = dim % len(sizes)
+        self.shape, self.dtype, self.dim = sizes, dtype, dim % len(sizes)
         self._core_device = resolve(device)
         if pool is not None and pool.device is not self._core_device:
             raise ValueError(f"the pool is of {pool.device.name}, the table on {self._core_device.name}")
@@ -113,23 +114,14 @@ class StagedTable:
         outer, planes = math.prod(sizes[: self.dim]), math.prod(sizes[self.dim + 1 : -1])
         self._grid_shape = (outer, sizes[self.dim], planes, sizes[-1])
         self._home = self._core_device.current_stream
+        self._core_device.require_not_capturing(self._home)
         with torch.inference_mode(False):  # what commits write must have a version counter
             self.host = torch.zeros(sizes, dtype=dtype, device="cpu")
-            self.device = empty(self._core_device, sizes, dtype)
-            run_on_stream(self._core_device, self.device.zero_, writes=self.device)
+            self.device = empty(self._core_device, sizes, dtype).zero_()
             self._grid = self.device.view(_WORDS[dtype.itemsize]).view(self._grid_shape)
-        self._core_device.fence(self._home).wait()
+        if self._core_device.simulation is None:
+            self._core_device.fence(self._home).wait()  # or a commit on another stream could come before the zeros
         self._core = _core.Table.make(self.host, self.device, *self._grid_shape, _TRACKING[track])
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the table."""
-        return tuple(self.host.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its dtype."""
-        return self.host.dtype
 
     def mark(self, rows: Any) -> None:
         """Declares rows that were written since they were last sent. Call it after writing; from any thread.
@@ -145,7 +137,7 @@ class StagedTable:
         """
         if self._track is None:
             raise LeaseStateError('this table tracks no rows; make it with track="marks"')
-        if isinstance(rows, int):
+        if isinstance(rows, (int, Integral)):
             raise TypeError(f"mark takes an index: [{rows}] for one row, range({rows}) for the first {rows}")
         index = as_index(rows)
         if index.numel():
@@ -256,11 +248,11 @@ class StagedTable:
         core = self._core_device
         part = self._destination(dst, rows.numel(), live, planes)
         handle = core.current_stream if stream is None else stream_handle(stream)
-        if part.numel() == 0:
-            return Ticket(core.fence(handle))
-        pool = default_pool(core) if self._pool is None else self._pool
-        ticket = self._core.send_rows(part, rows, plane, count, live, handle, pool)
-        if ticket is None:  # laid out as no copy engine writes it well
+        pool = self._staging()
+        ticket = self._core.send_rows(part, rows, plane, count, live, handle, pool) if part.numel() else None
+        if ticket is None:  # empty, elsewhere, or laid out as no copy engine writes it well
+            if holding(dst) is not core:
+                raise ValueError(f"dst is on {dst.device}, in other memory than that of {core.name}")
             core.require_not_capturing(handle)
             with on_stream(core, handle):
                 copy_rows_(part, self._source(planes).narrow(-1, 0, live), rows, dim=self.dim, pool=pool)
@@ -274,10 +266,11 @@ class StagedTable:
         most = self._grid_shape[1]
         if rows is None:
             return most
-        if isinstance(rows, int):
-            if not 0 <= rows <= most:
-                raise IndexError(f"the first {rows} rows, of a table of {most}; an index names single rows: [{rows}]")
-            return rows
+        if isinstance(rows, (int, Integral)):  # an int is found at once, a NumPy integer by the slower look
+            count = int(rows)
+            if not 0 <= count <= most:
+                raise IndexError(f"the first {count} rows, of a table of {most}; an index names single rows: [{count}]")
+            return count
         index = as_index(rows)
         return index if index.numel() else 0
 
@@ -286,12 +279,12 @@ class StagedTable:
         _, _, most_planes, columns = self._grid_shape
         if width is None:
             width = columns
-        elif not isinstance(width, int):
+        elif not isinstance(width, (int, Integral)):
             raise TypeError(f"width is a number of columns, not {type(width).__name__}")
         if not 0 <= width <= columns:
             raise ValueError(f"width is {width}, of a table of {columns} columns")
         if planes is None:
-            return 0, most_planes, width
+            return 0, most_planes, int(width)
         if len(self.shape) == self.dim + 2:
             raise ValueError(f"planes is {planes}, but a table of {self.shape} with dim={self.dim} has none")
         named = range(planes, planes + 1) if isinstance(planes, int) else planes
@@ -299,7 +292,7 @@ class StagedTable:
             raise TypeError(f"planes is the number of one plane or a range of step 1, not {planes!r}")
         if len(named) and not 0 <= named.start <= named.stop <= most_planes:
             raise IndexError(f"planes is {planes}, of a table of {most_planes} planes")
-        return (named.start, len(named), width) if len(named) else (0, 0, width)
+        return (named.start, len(named), int(width)) if len(named) else (0, 0, int(width))
 
     def _source(self, planes: int | range | None) -> torch.Tensor:
         """The host table's planes, shaped as `commit_to` shapes them."""
@@ -320,25 +313,33 @@ class StagedTable:
             inner = () if isinstance(planes, int) else (len(planes),)
         expected = (*self.shape[: self.dim], rows, *inner, width)
         sizes = tuple(dst.shape)
-        fits = len(sizes) == len(expected) and all(
-            size == wanted or (i in (self.dim, len(sizes) - 1) and size > wanted)
-            for i, (size, wanted) in enumerate(zip(sizes, expected, strict=True))
+        fits = sizes == expected or (
+            len(sizes) == len(expected)
+            and all(
+                size == wanted or (i in (self.dim, len(sizes) - 1) and size > wanted)
+                for i, (size, wanted) in enumerate(zip(sizes, expected, strict=True))
+            )
         )
         if not fits or dst.dtype != self.dtype:
             raise ValueError(
                 f"dst is {sizes} {dst.dtype}; {rows} rows of this table need {expected} {self.dtype} (or more rows and "
                 "columns)"
             )
-        if holding(dst) is not self._core_device:
-            raise ValueError(f"dst is on {dst.device}, in other memory than that of {self._core_device.name}")
-        part = dst if sizes[self.dim] == rows else dst.narrow(self.dim, 0, rows)
-        return part if sizes[-1] == width else part.narrow(-1, 0, width)
+        if sizes == expected:
+            return dst
+        return dst.narrow(self.dim, 0, rows).narrow(-1, 0, width)
 
     # --- how rows travel ---
 
+    def _staging(self) -> StagingPool:
+        if self._pool is not None:
+            return self._pool
+        pool: StagingPool = self._core_device.default_pool or default_pool(self._core_device)
+        return pool
+
     def _send(self, taken: _core.TakenRows, window: tuple[int, int, int], handle: int) -> _core.Ticket:
         core = self._core_device
-        pool = default_pool(core) if self._pool is None else self._pool
+        pool = self._staging()
         ticket = self._core.send(taken, handle, pool)
         if ticket is not None and taken.fill_to <= window[2]:
             return ticket

@@ -411,3 +411,21 @@ def test_array_rows_are_taken_as_an_index(dev):
     for rows in (np.array([1]), torch.tensor([2], dtype=torch.int32), [3], range(4, 5)):
         table.commit(rows).wait()
     assert table.device[:, 0].tolist() == [0, 1, 1, 1, 1, 0, 0, 0]
+
+
+def test_numbers_may_be_numpys(dev):
+    table = StagedTable((8, 4), torch.int32, dev)
+    table.host.fill_(1)
+    table.commit(np.int64(3), width=np.array([1, 2]).max(), pad=np.int32(7)).wait()
+    assert table.device[2:4].tolist() == [[1, 1, 7, 7], [0, 0, 0, 0]]
+
+
+def test_table_of_a_device_whose_steps_are_released_by_hand():
+    with SimulatedDevice(schedule="manual") as dev:
+        table = StagedTable((2, 4), torch.int32, dev, track="marks")
+        table.host.fill_(1)
+        table.mark([1])
+        ticket = table.commit()
+        assert (ticket.done(), table.device.tolist()) == (False, [[0] * 4, [0] * 4])
+        dev.run()
+        assert (ticket.done(), table.device.tolist()) == (True, [[0] * 4, [1] * 4])

@@ -186,6 +186,8 @@ def test_commit_on_a_capturing_stream_raises_and_keeps_the_dirty_rows(rig, track
                 table.commit(**options)
         with pytest.raises(CaptureError, match="captured"):
             table.commit_to(dst, [0])
+        with pytest.raises(CaptureError, match="captured"):
+            StagedTable((4, 4), torch.int32, rig.device)
         assert table._pool.stats() == before
     graph.replay()
     rig.expect(counter, 1)
