@@ -5,9 +5,9 @@
 //
 //   host      [outer, rows, planes, columns], written by anyone at any time
 //     take()       the rows that a commit names and the device lacks; from here on they count as sent
-//   Taken     ──── send()  snapshot into a slot, one pitched copy for each run of rows, one fence
-//             ──── pack()  or, scattered: row numbers and rows, packed as one dense copy for a scatter on the device
-//             ──── put_back()  when they were not sent after all
+//   Taken ──── send()         snapshot into a slot, one pitched copy for each run of rows, one fence
+//         ──── send_packed()  or, scattered: their numbers and they, as one dense copy, for a scatter on the device
+//         ──── put_back()     when they were not sent after all
 //
 // With Tracking::kCompare a shadow holds what was last taken. Rows are snapshot from it, so that what counts as sent is
 // what was sent, to the byte, whoever writes the host table meanwhile.

@@ -94,6 +94,8 @@ def test_kernel_on_a_raw_stream_sees_the_slots_that_it_was_launched_with(rig):
     pool, seen = rig.pool(), [rig.filled((2, 8), torch.int32, 0) for _ in range(2)]
     tables = [torch.arange(64, dtype=torch.int32).view(8, 8) + 100 * step for step in range(2)]
     indices = [torch.tensor([7, 2]), torch.tensor([0, 5])]
+    # Once before: the first launch of a kernel may wait for the whole device, which a gate would hold.
+    take_rows(rig.empty((2, 8), torch.int32), rig.filled((8, 8), torch.int32, 0), rig.filled(2, torch.int64, 0))
     with rig.stream() as stream:
         handle = int(stream.__cuda_stream__()[1])
         with rig.gate(stream):
