@@ -24,12 +24,12 @@ namespace pinstage {
 namespace {
 
 struct PyTable {
-  Table core;
+  const std::shared_ptr<Table> core;
   nb::object host, mirror;  // the tensors
   DevicePtr data;           // of the mirror
 
   PyTable(const TableShape& shape, const char* host_data, Tracking tracking, DevicePtr device_data)
-      : core(shape, host_data, tracking), data(device_data) {}
+      : core(std::make_shared<Table>(shape, host_data, tracking)), data(device_data) {}
 };
 
 std::unique_ptr<PyTable> make_table(nb::object host, nb::object mirror, std::int64_t outer, std::int64_t rows,
@@ -48,13 +48,13 @@ std::unique_ptr<PyTable> make_table(nb::object host, nb::object mirror, std::int
 
 // Somebody who resizes the tensors would have commits read and write memory that is gone.
 void require_in_place(const PyTable& self) {
-  const TableShape& shape = self.core.shape();
+  const TableShape& shape = self.core->shape();
   const std::int64_t numel = shape.outer * shape.rows * shape.planes * shape.columns;
   const auto in_place = [&](nb::handle tensor, const char* data) {
     TensorView view;
     return view_tensor(tensor.ptr(), &view) && view.data == data && view.numel() == numel && view.contiguous();
   };
-  if (!in_place(self.host, self.core.host())) {
+  if (!in_place(self.host, self.core->host())) {
     throw Error(ErrorKind::kValue, "table.host was resized or given other memory; make a new table instead");
   }
   if (!in_place(self.mirror, reinterpret_cast<const char*>(self.data))) {
@@ -71,23 +71,35 @@ NamedRows named(nb::handle rows) {
   return {index.data, index.dtype.bits == 64, index.strides[0], index.shape[0]};
 }
 
-using PyTaken = Table::Taken;
+// Rows on their way. Whatever ends that way, Ctrl-C between two lines of Python included, they are not lost.
+struct PyTaken {
+  std::shared_ptr<Table> table;
+  Table::Taken rows;
+  bool settled = false;
+
+  void put_back() {
+    if (!settled) table->put_back(rows);
+    settled = true;
+  }
+  ~PyTaken() { put_back(); }
+};
 
 std::unique_ptr<PyTaken> take(PyTable& self, nb::handle rows, std::int64_t plane, std::int64_t planes,
                               std::int64_t width, bool pad) {
   require_in_place(self);
   const NamedRows which = named(rows);
   auto taken = std::make_unique<PyTaken>();
+  taken->table = self.core;
   const ReleasedGil no_gil;
-  *taken = self.core.take(which, {plane, planes, width}, pad);
-  return taken->rows.empty() ? nullptr : std::move(taken);
+  taken->rows = self.core->take(which, {plane, planes, width}, pad);
+  return taken->rows.rows.empty() ? nullptr : std::move(taken);
 }
 
 std::optional<Ticket> send(PyTable& self, const PyTaken& taken, std::uintptr_t stream, PyPool& pool) {
   std::optional<Ticket> ticket;
   {
     const ReleasedGil no_gil;
-    ticket = self.core.send(taken, *pool.pool, self.data, reinterpret_cast<Stream>(stream), wait_for({}));
+    ticket = self.core->send(taken.rows, *pool.pool, self.data, reinterpret_cast<Stream>(stream), wait_for({}));
   }
   bump_version(self.mirror.ptr());
   if (!warn(*pool.pool)) PyErr_WriteUnraisable(self.mirror.ptr());
@@ -100,8 +112,8 @@ void send_packed(PyTable& self, const PyTaken& taken, std::int64_t begin, std::i
   if (!view_tensor(dst.ptr(), &packed)) throw nb::type_error("rows are packed into a plain tensor");
   {
     const ReleasedGil no_gil;
-    self.core.send_packed(taken, begin, count, *pool.pool, reinterpret_cast<DevicePtr>(packed.data),
-                          reinterpret_cast<Stream>(stream), wait_for({}));
+    self.core->send_packed(taken.rows, begin, count, *pool.pool, reinterpret_cast<DevicePtr>(packed.data),
+                           reinterpret_cast<Stream>(stream), wait_for({}));
   }
   if (!warn(*pool.pool)) PyErr_WriteUnraisable(dst.ptr());
 }
@@ -121,8 +133,9 @@ std::optional<Ticket> send_rows(PyTable& self, nb::handle dst, nb::handle index,
   std::optional<Ticket> ticket;
   {
     const ReleasedGil no_gil;
-    ticket = self.core.send_rows(rows, {plane, planes, width}, *pool.pool, plan, reinterpret_cast<DevicePtr>(part.data),
-                                 reinterpret_cast<Stream>(stream), wait_for({}));
+    ticket =
+        self.core->send_rows(rows, {plane, planes, width}, *pool.pool, plan, reinterpret_cast<DevicePtr>(part.data),
+                             reinterpret_cast<Stream>(stream), wait_for({}));
   }
   if (!warn(*pool.pool)) PyErr_WriteUnraisable(dst.ptr());
   return ticket;
@@ -130,7 +143,7 @@ std::optional<Ticket> send_rows(PyTable& self, nb::handle dst, nb::handle index,
 
 std::vector<std::pair<std::int64_t, std::int64_t>> runs_of(const PyTaken& taken) {
   std::vector<std::pair<std::int64_t, std::int64_t>> runs;
-  for (const RowRun& run : taken.runs) runs.emplace_back(run.first, run.count);
+  for (const RowRun& run : taken.rows.runs) runs.emplace_back(run.first, run.count);
   return runs;
 }
 
@@ -138,11 +151,15 @@ std::vector<std::pair<std::int64_t, std::int64_t>> runs_of(const PyTaken& taken)
 
 void bind_table(nb::module_& m) {
   nb::class_<PyTaken>(m, "TakenRows", "Rows of a table on their way to the device.")
-      .def_prop_ro("count", [](const PyTaken& self) { return self.rows.size(); })
+      .def_prop_ro("count", [](const PyTaken& self) { return self.rows.rows.size(); })
       .def_prop_ro("runs", &runs_of, "(first, count) of the rows that one copy each brings; empty: scattered.")
       .def_prop_ro(
-          "fill_to", [](const PyTaken& self) { return self.fill_to; },
-          "Columns from the window's width up to this one are to be padded.");
+          "fill_to", [](const PyTaken& self) { return self.rows.fill_to; },
+          "Columns from the window's width up to this one are to be padded.")
+      .def(
+          "settle", [](PyTaken& self) { self.settled = true; },
+          "They were sent. Else they are put back when this dies.")
+      .def("put_back", &PyTaken::put_back);
   nb::class_<PyTable>(m, "Table")
       .def_static("make", &make_table, "host"_a, "mirror"_a, "outer"_a, "rows"_a, "planes"_a, "columns"_a, "tracking"_a)
       .def(
@@ -150,26 +167,24 @@ void bind_table(nb::module_& m) {
           [](PyTable& self, nb::handle rows) {
             const NamedRows which = named(rows);
             const ReleasedGil no_gil;
-            self.core.mark(which);
+            self.core->mark(which);
           },
           "rows"_a)
-      .def("forget_padding", [](PyTable& self) { self.core.forget_padding(); })
+      .def("forget_padding", [](PyTable& self) { self.core->forget_padding(); })
       .def("take", &take, "rows"_a, "plane"_a, "planes"_a, "width"_a, "pad"_a,
            nb::sig("def take(self, rows: typing.Any, plane: int, planes: int, width: int, pad: bool) -> "
                    "TakenRows | None"))
-      .def(
-          "put_back", [](PyTable& self, const PyTaken& taken) { self.core.put_back(taken); }, "taken"_a)
       .def("send", &send, "taken"_a, "stream"_a, "pool"_a)
       .def("send_packed", &send_packed, "taken"_a, "begin"_a, "count"_a, "dst"_a, "stream"_a, "pool"_a)
       .def("send_rows", &send_rows, "dst"_a, "index"_a, "plane"_a, "planes"_a, "width"_a, "stream"_a, "pool"_a)
       .def_static("packed_index_bytes", &Table::packed_index_bytes, "count"_a)
       .def_prop_rw(
-          "most_runs", [](const PyTable& self) { return self.core.most_runs; },
-          [](PyTable& self, std::size_t runs) { self.core.most_runs = runs; },
+          "most_runs", [](const PyTable& self) { return self.core->most_runs; },
+          [](PyTable& self, std::size_t runs) { self.core->most_runs = runs; },
           "Runs of rows that get a copy each. For tests and measurements.")
       .def_prop_rw(
-          "most_surplus_bytes", [](const PyTable& self) { return self.core.most_surplus_bytes; },
-          [](PyTable& self, std::int64_t nbytes) { self.core.most_surplus_bytes = nbytes; },
+          "most_surplus_bytes", [](const PyTable& self) { return self.core->most_surplus_bytes; },
+          [](PyTable& self, std::int64_t nbytes) { self.core->most_surplus_bytes = nbytes; },
           "Bytes that go along to make one copy of all. For tests and measurements.");
 }
 

@@ -308,6 +308,11 @@ class TakenRows:
     def fill_to(self) -> int:
         """Columns from the window's width up to this one are to be padded."""
 
+    def settle(self) -> None:
+        """They were sent. Else they are put back when this dies."""
+
+    def put_back(self) -> None: ...
+
 class Table:
     @staticmethod
     def make(host: object, mirror: object, outer: int, rows: int, planes: int, columns: int, tracking: int) -> Table: ...
@@ -317,8 +322,6 @@ class Table:
     def forget_padding(self) -> None: ...
 
     def take(self, rows: Any, plane: int, planes: int, width: int, pad: bool) -> TakenRows | None: ...
-
-    def put_back(self, taken: TakenRows) -> None: ...
 
     def send(self, taken: TakenRows, stream: int, pool: Pool) -> Ticket | None: ...
 

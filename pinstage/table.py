@@ -196,8 +196,9 @@ class StagedTable:
             try:
                 ticket = self._send(taken, (plane, count, live), handle)
             except BaseException:
-                self._core.put_back(taken)
+                taken.put_back()  # now, not when the traceback dies
                 raise
+            taken.settle()
             if handle != self._home:
                 self._tickets[handle] = ticket
         return Ticket(ticket)
@@ -393,7 +394,8 @@ class StagedTable:
             word = torch.tensor([pad], dtype=self.dtype, device="cpu").view(self._grid.dtype).item()
         except (RuntimeError, OverflowError) as error:
             raise ValueError(f"pad is {pad!r}, which {self.dtype} does not hold") from error
-        self._core.forget_padding()
+        if word != self._pad_word:  # the bits: NaN equals itself
+            self._core.forget_padding()
         self._pad, self._pad_word = pad, word
 
     def __del__(self) -> None:

@@ -426,6 +426,17 @@ def test_array_rows_are_taken_as_an_index(dev):
     assert table.device[:, 0].tolist() == [0, 1, 1, 1, 1, 0, 0, 0]
 
 
+def test_tails_of_nan_are_written_once(dev):
+    table = StagedTable((8, 4), torch.float32, dev, track="marks")
+    table.host.fill_(1)
+    table.mark(range(8))
+    table.commit(width=2, pad=float("nan")).wait()
+    assert table.device.isnan().sum() == 16
+    before = table.device._version
+    table.commit(width=2, pad=float("nan")).wait()
+    assert table.device._version == before
+
+
 def test_numbers_may_be_numpys(dev):
     table = StagedTable((8, 4), torch.int32, dev)
     table.host.fill_(1)

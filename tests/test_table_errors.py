@@ -272,3 +272,33 @@ def test_forked_child_is_told_so_even_while_another_thread_commits(dev):
                 os._exit(0)
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_rows_on_their_way_are_not_lost_whatever_ends_the_commit(dev, monkeypatch):
+    """Ctrl-C may come between any two lines of Python."""
+    table = StagedTable((8, 4), torch.int32, dev, track="marks")
+    table.host.fill_(1)
+    table.mark(range(8))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(table, "_send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            table.commit()
+    table._core.take(8, 0, 1, 4, False)  # as if the interrupt came right behind it
+    table.commit().wait()
+    assert int(table.device.sum()) == 32
+
+
+def test_rows_may_be_sent_again_while_the_error_is_handled(dev):
+    table = StagedTable((8, 4), torch.int32, dev, track="marks", pool=pinstage.StagingPool(dev))
+    table.host.fill_(1)
+    table.mark(range(8))
+    dev.fail("cuMemcpyHtoDAsync")
+    try:
+        table.commit()
+    except DriverError:
+        table.commit().wait()
+    assert int(table.device.sum()) == 32
