@@ -13,6 +13,7 @@
 #include <memory>
 
 #include "bindings.h"
+#include "builtin.h"
 #include "gil.h"
 
 namespace nb = nanobind;
@@ -41,11 +42,11 @@ struct TorchNames {
   PyObject* type = nullptr;               // "type" and "index", of a torch.device
   PyObject* index = nullptr;
 };
-TorchNames names;
+TorchNames torch_names;
 
 bool find_dtype(PyObject* dtype, Element* out) {
   for (int i = 0; i < kElements; ++i) {
-    if (names.dtypes[i] != dtype) continue;
+    if (torch_names.dtypes[i] != dtype) continue;
     *out = static_cast<Element>(i);
     return true;
   }
@@ -234,7 +235,7 @@ bool read_inferred(PyObject* data, Numbers* out) {
   for (;;) {
     Element element = kind == Kind::kBool ? Element::kBool : Element::kInt64;
     if (kind == Kind::kFloat) {
-      const nb::object dtype = nb::steal(PyObject_CallNoArgs(names.get_default_dtype));
+      const nb::object dtype = nb::steal(PyObject_CallNoArgs(torch_names.get_default_dtype));
       if (!dtype.is_valid()) throw nb::python_error();
       if (!find_dtype(dtype.ptr(), &element)) return false;
     }
@@ -251,9 +252,9 @@ int known_cuda_index(PyObject* device) {
     index = PyLong_AsLong(device);
   } else if (PyUnicode_CheckExact(device)) {
     if (PyUnicode_CompareWithASCIIString(device, "cuda") == 0) index = current_cuda_device();
-  } else if (reinterpret_cast<PyObject*>(Py_TYPE(device)) == names.device_type) {
-    const nb::object type = nb::steal(PyObject_GetAttr(device, names.type));
-    const nb::object number = nb::steal(PyObject_GetAttr(device, names.index));
+  } else if (reinterpret_cast<PyObject*>(Py_TYPE(device)) == torch_names.device_type) {
+    const nb::object type = nb::steal(PyObject_GetAttr(device, torch_names.type));
+    const nb::object number = nb::steal(PyObject_GetAttr(device, torch_names.index));
     if (type.is_valid() && number.is_valid() && PyUnicode_CompareWithASCIIString(type.ptr(), "cuda") == 0) {
       index = number.is_none() ? current_cuda_device() : PyLong_AsLong(number.ptr());
     }
@@ -265,7 +266,7 @@ int known_cuda_index(PyObject* device) {
 // torch.empty(shape, dtype=..., device=...), or the empty() of a simulated device. Null: neither, or it failed, which
 // is then the general path's to tell.
 nb::object allocate(const Numbers& numbers, PyObject* device) {
-  PyObject* const dtype = names.dtypes[static_cast<int>(numbers.element)];
+  PyObject* const dtype = torch_names.dtypes[static_cast<int>(numbers.element)];
   const int ndim = numbers.shape.ndim;
   if (const int index = known_cuda_index(device); index >= 0) {
     PyObject* const made = empty_cuda_tensor(ndim, numbers.shape.sizes, dtype, index);
@@ -274,10 +275,10 @@ nb::object allocate(const Numbers& numbers, PyObject* device) {
   nb::object shape = nb::steal(PyTuple_New(ndim));
   for (int i = 0; i < ndim; ++i) PyTuple_SetItem(shape.ptr(), i, PyLong_FromSsize_t(numbers.shape.sizes[i]));
   PyObject* made;
-  if (reinterpret_cast<PyObject*>(Py_TYPE(device)) == names.device_type || PyUnicode_CheckExact(device) ||
+  if (reinterpret_cast<PyObject*>(Py_TYPE(device)) == torch_names.device_type || PyUnicode_CheckExact(device) ||
       PyLong_CheckExact(device)) {
     PyObject* args[] = {shape.ptr(), dtype, device};
-    made = PyObject_Vectorcall(names.empty, args, 1, names.empty_keywords);
+    made = PyObject_Vectorcall(torch_names.empty, args, 1, torch_names.empty_keywords);
   } else {
     made = PyObject_CallMethod(device, "empty", "OO", shape.ptr(), dtype);
   }
@@ -285,26 +286,26 @@ nb::object allocate(const Numbers& numbers, PyObject* device) {
   return nb::steal(made);
 }
 
-// A new tensor on `device` with the numbers of `data`; None when the call is not one for the fast path (nothing was
-// enqueued then).
+// A new tensor on `device` with the numbers of `data`; no object when the call is not one for the fast path (nothing
+// was enqueued then).
 nb::object try_to_device(nb::handle data, nb::handle device, nb::handle dtype, nb::handle given_pool) {
   Numbers numbers;
   Element element;
   Kind kind = Kind::kBool;
-  if (!find_shape(data.ptr(), &numbers.shape)) return nb::none();
+  if (!find_shape(data.ptr(), &numbers.shape)) return {};
   if (dtype.is_none()) {
-    if (!read_inferred(data.ptr(), &numbers)) return nb::none();
+    if (!read_inferred(data.ptr(), &numbers)) return {};
   } else if (!find_dtype(dtype.ptr(), &element) || !read_as(data.ptr(), element, &kind, &numbers)) {
-    return nb::none();
+    return {};
   }
   nb::object tensor = allocate(numbers, device.ptr());
   TensorView view;
   if (!tensor.is_valid() || !view_tensor(tensor.ptr(), &view) ||
       !copies_bytes_only(tensor.ptr(), tensor.ptr(), view.dtype)) {
-    return nb::none();
+    return {};
   }
   const std::shared_ptr<Pool> pool = pool_for(view, given_pool);
-  if (pool == nullptr) return nb::none();
+  if (pool == nullptr) return {};
   CopyPlan plan;
   plan.width = numbers.nbytes();
   const Stream stream = pool->device().current_stream();
@@ -317,20 +318,37 @@ nb::object try_to_device(nb::handle data, nb::handle device, nb::handle dtype, n
   return tensor;
 }
 
+PyObject* call_to_device(PyObject* general, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  PyObject *dtype = count > 2 ? args[2] : Py_None, *pool = Py_None;
+  bool plain = count == 2 || count == 3;
+  for (Py_ssize_t i = 0; names != nullptr && i < PyTuple_Size(names); ++i) {
+    if (is_named(names, i, "pool")) {
+      pool = args[count + i];
+    } else {
+      plain = plain && count == 2 && is_named(names, i, "dtype");
+      dtype = args[count + i];
+    }
+  }
+  const auto fast = [&] { return plain ? try_to_device(args[0], args[1], dtype, pool) : nb::object(); };
+  return fast_or_general(fast, general, args, count, names);
+}
+
 }  // namespace
 
 void bind_lists(nb::module_& m) {
   const nb::module_ torch = nb::module_::import_("torch");
-  for (int i = 0; i < kElements; ++i) names.dtypes[i] = nb::object(torch.attr(kNames[i])).release().ptr();
-  names.empty = nb::object(torch.attr("empty")).release().ptr();
-  names.get_default_dtype = nb::object(torch.attr("get_default_dtype")).release().ptr();
-  names.device_type = nb::object(torch.attr("device")).release().ptr();
-  names.type = PyUnicode_InternFromString("type");
-  names.index = PyUnicode_InternFromString("index");
-  names.empty_keywords = nb::make_tuple("dtype", "device").release().ptr();
-  m.def("try_to_device", &try_to_device, "data"_a.none(), "device"_a.none(), "dtype"_a.none(), "pool"_a.none(),
-        nb::sig("def try_to_device(data: object, device: object, dtype: torch.dtype | None, pool: object | None) -> "
-                "torch.Tensor | None"));
+  for (int i = 0; i < kElements; ++i) torch_names.dtypes[i] = nb::object(torch.attr(kNames[i])).release().ptr();
+  torch_names.empty = nb::object(torch.attr("empty")).release().ptr();
+  torch_names.get_default_dtype = nb::object(torch.attr("get_default_dtype")).release().ptr();
+  torch_names.device_type = nb::object(torch.attr("device")).release().ptr();
+  torch_names.type = PyUnicode_InternFromString("type");
+  torch_names.index = PyUnicode_InternFromString("index");
+  torch_names.empty_keywords = nb::make_tuple("dtype", "device").release().ptr();
+  m.def(
+      "to_device_builtin",
+      [](nb::callable general) { return builtin<call_to_device>(general, "(data, device, dtype=None, *, pool=None)"); },
+      "general"_a, nb::sig("def to_device_builtin(general: Callable[..., typing.Any]) -> Callable[..., typing.Any]"),
+      "to_device as a builtin, with `general` for all but lists of plain numbers.");
 }
 
 }  // namespace pinstage

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "builtin.h"
 #include "gil.h"
 #include "simulated_driver.h"
 #include "stage.h"
@@ -211,33 +212,7 @@ bool try_gather(nb::handle out, nb::handle src, nb::handle index, int dim) {
   return true;
 }
 
-// --- builtins: what a fast path takes is done without the frame of a Python function (0.1 us); every other call, and
-// whatever it declines, goes to that function, the builtin's self, as it came ---
-
-// `written` with a new reference when `fast()` did it, else what `general` makes of the arguments.
-template <class Fast>
-PyObject* fast_or_general(PyObject* written, Fast&& fast, PyObject* general, PyObject* const* args, Py_ssize_t count,
-                          PyObject* names) {
-  try {
-    if (fast()) {
-      Py_INCREF(written);
-      return written;
-    }
-  } catch (const Error& error) {
-    raise(error);
-    return nullptr;
-  } catch (const Interrupted&) {
-    return nullptr;
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
-  }
-  return PyObject_Vectorcall(general, args, static_cast<std::size_t>(count), names);
-}
-
-bool is_named(PyObject* names, Py_ssize_t i, const char* name) {
-  return PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, i), name) == 0;
-}
+// --- builtins, see builtin.h ---
 
 PyObject* call_copy(PyObject* general, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   nb::handle pool = nb::none();
@@ -249,8 +224,8 @@ PyObject* call_copy(PyObject* general, PyObject* const* args, Py_ssize_t count, 
       plain = plain && count == 2 && args[count + i] == Py_True && is_named(names, i, "non_blocking");
     }
   }
-  const auto fast = [&] { return plain && try_copy(args[0], args[1], pool); };
-  return fast_or_general(args[0], fast, general, args, count, names);
+  const auto fast = [&] { return plain && try_copy(args[0], args[1], pool) ? nb::borrow(args[0]) : nb::object(); };
+  return fast_or_general(fast, general, args, count, names);
 }
 
 PyObject* call_gather_rows(PyObject* general, PyObject* const* args, Py_ssize_t count, PyObject* names) {
@@ -268,19 +243,11 @@ PyObject* call_gather_rows(PyObject* general, PyObject* const* args, Py_ssize_t 
       plain = false;
     }
   }
-  const auto fast = [&] { return plain && out != Py_None && try_gather(out, args[0], args[1], static_cast<int>(dim)); };
-  return fast_or_general(out, fast, general, args, count, names);
-}
-
-// Called once a function, with the Python one; the builtin has its name, signature and documentation.
-template <PyObject* (*kCall)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*)>
-nb::object builtin(const nb::callable& general, const char* signature) {
-  static const std::string name = nb::cast<std::string>(general.attr("__name__"));
-  static const std::string doc = name + signature + "\n--\n\n" + nb::cast<std::string>(general.attr("__doc__"));
-  static PyMethodDef method = {name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(kCall)),
-                               METH_FASTCALL | METH_KEYWORDS, doc.c_str()};
-  const nb::object module_name = general.attr("__module__");
-  return nb::steal(PyCFunction_NewEx(&method, general.ptr(), module_name.ptr()));
+  const auto fast = [&] {
+    const bool done = plain && out != Py_None && try_gather(out, args[0], args[1], static_cast<int>(dim));
+    return done ? nb::borrow(out) : nb::object();
+  };
+  return fast_or_general(fast, general, args, count, names);
 }
 
 }  // namespace

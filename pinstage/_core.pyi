@@ -155,7 +155,10 @@ def try_copy_batch(dsts: object | None, srcs: object | None, pool: object | None
     -1: all are under way. Else nothing happened, and this is the first pair that is not one for the fast path.
     """
 
-def try_to_device(data: object, device: object, dtype: torch.dtype | None, pool: object | None) -> torch.Tensor | None: ...
+def to_device_builtin(general: Callable[..., Any]) -> Callable[..., Any]:
+    """
+    to_device as a builtin, with `general` for all but lists of plain numbers.
+    """
 
 def driver_entries() -> list[tuple[str, int, bool]]:
     """

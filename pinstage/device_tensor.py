@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -53,12 +53,9 @@ def to_device(
         ...     (lengths.tolist(), lengths.dtype)
         ([[3, 1], [4, 1]], torch.int32)
     """
-    made: torch.Tensor | None = _core.try_to_device(data, device, dtype, pool)
-    if made is not None:
-        return made
+    # No list of plain numbers, or one that torch words the mistake of best, or there is no default pool yet.
     if device is None:
         raise TypeError("to_device needs a device: a torch.device, its name or number")
-    # No list of plain numbers, or one that torch words the mistake of best, or there is no default pool yet.
     src = _as_tensor(data, dtype)
     core = resolve(device)
     order = list(range(src.dim()))
@@ -70,6 +67,10 @@ def to_device(
     dst = empty(core, dense.shape, src.dtype if dtype is None else dtype)
     copy_(dst, dense, pool=pool)
     return dst.permute([order.index(dim) for dim in range(src.dim())])
+
+
+if not TYPE_CHECKING:
+    to_device = _core.to_device_builtin(to_device)
 
 
 def _as_tensor(data: Any, dtype: torch.dtype | None) -> torch.Tensor:
