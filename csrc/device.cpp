@@ -30,49 +30,6 @@ unsigned fork_generation() {
 
 }  // namespace
 
-bool is_fatal(Status status) noexcept {
-  switch (status) {
-    case 4:    // deinitialized
-    case 46:   // device unavailable
-    case 100:  // no device
-    case 101:  // invalid device
-    case 201:  // invalid context
-    case 214:  // uncorrectable ECC error
-    case 220:  // uncorrectable NVLink error
-    case 700:  // illegal address
-    case 702:  // launch timeout
-    case 709:  // context is destroyed
-    case 710:  // assert
-    case 714:  // hardware stack error
-    case 715:  // illegal instruction
-    case 716:  // misaligned address
-    case 717:  // invalid address space
-    case 718:  // invalid program counter
-    case 719:  // launch failed
-    case 721:  // tensor memory leak, external device and the like
-    case 999:  // unknown
-      return true;
-    default:
-      return false;
-  }
-}
-
-bool enqueued_nothing(Status status) noexcept {
-  switch (status) {
-    case status::kInvalidValue:
-    case status::kOutOfMemory:
-    case status::kInvalidHandle:
-    case status::kNotPermitted:
-    case status::kNotSupported:
-    case status::kStreamCaptureUnsupported:
-    case status::kStreamCaptureInvalidated:
-    case status::kStreamCaptureImplicit:
-      return true;
-    default:
-      return false;
-  }
-}
-
 Status pause_then_sleep(unsigned round) {
   if (round < 200) {
 #if defined(__x86_64__)
@@ -123,8 +80,11 @@ Device::Current::Current(const Device& device) : device_(device) {
 }
 
 Device::Current::~Current() {
+  if (!pushed_) return;
+  // A thread left with our context would send its next work on stream 0 to another device: a failure is worth a second
+  // try.
   Context popped = nullptr;
-  if (pushed_) device_.driver_.ctx_pop_current(&popped);
+  if (device_.driver_.ctx_pop_current(&popped) != status::kSuccess) device_.driver_.ctx_pop_current(&popped);
 }
 
 Device::Relaxed::Relaxed(const Device& device) noexcept
@@ -187,6 +147,7 @@ void Device::fail(Status status, const char* call, const std::string& detail) co
                         (error_name != nullptr ? error_name : "unknown error") + " (" + std::to_string(status) + ")";
   if (text != nullptr) message += std::string(", ") + text;
   if (!detail.empty()) message += ". " + detail;
+  message += std::string(". ") + remedy(status);
   throw Error(ErrorKind::kDriver, std::move(message), status);
 }
 

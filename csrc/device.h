@@ -21,6 +21,7 @@
 #include "driver.h"
 #include "error.h"
 #include "retirement.h"
+#include "status.h"
 
 namespace pinstage {
 
@@ -217,11 +218,6 @@ class Device : public std::enable_shared_from_this<Device> {
   std::vector<std::shared_ptr<Pool>> pools_;  // every open pool, and closed ones until they drained
   std::vector<SlabMemory> discarded_;
 };
-
-// True when `status` says that the context or the device is gone, so that no fence under it will ever pass.
-bool is_fatal(Status status) noexcept;
-// True when a call that returned `status` certainly enqueued nothing (and did not merely report an older fault).
-bool enqueued_nothing(Status status) noexcept;
 
 // Driver::idle of a real GPU: a pause, then short sleeps.
 Status pause_then_sleep(unsigned round);

@@ -150,6 +150,13 @@ bool Pool::only_this_thread_can_help() const noexcept {
 
 void Pool::exhausted(std::uint64_t nbytes, const std::string& why) {
   const auto bytes = [this](SlotState state) { return std::to_string(stats_.bytes[int(state)]); };
+  if (stats_.bytes[int(SlotState::kQuarantined)] > 0 && is_fatal(failure_)) {
+    throw Error(ErrorKind::kDriver,
+                "no room for " + std::to_string(nbytes) + " bytes in the staging pool of " + device_->name() +
+                    ": the device failed under " + bytes(SlotState::kQuarantined) + " bytes of it (status " +
+                    std::to_string(failure_) + "). " + remedy(failure_),
+                failure_);
+  }
   throw Error(ErrorKind::kPoolExhausted,
               "no room for " + std::to_string(nbytes) + " bytes in the staging pool of " + device_->name() + ": " +
                   why + ". max_bytes " + std::to_string(options_.max_bytes) + ", capacity " +
@@ -187,7 +194,7 @@ void Pool::fence_passed(Slot* slot) noexcept {
 }
 
 void Pool::fence_failed(Slot* slot, Status status) noexcept {
-  slot->unfenced = status;
+  slot->unfenced = failure_ = status;
   fence_passed(slot);
 }
 

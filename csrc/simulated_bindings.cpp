@@ -183,7 +183,7 @@ void bind_simulated_driver(nb::module_& m) {
           "heap_free", [](std::uintptr_t p) { SimulatedDevice::heap_free(reinterpret_cast<void*>(p)); },
           nb::arg("address"))
       .def("fail", &SimulatedDevice::fail, nb::arg("entry"), nb::arg("nth"), nb::arg("status"), nb::arg("times"))
-      .def("lose", &SimulatedDevice::lose, nb::arg("status") = status::kLaunchFailed)
+      .def("lose", &SimulatedDevice::lose, nb::arg("status") = status::kLaunchFailed, nb::arg("calls") = 0)
       .def("take_kernel_error", &take_kernel_error, nb::sig("def take_kernel_error(self) -> BaseException | None"))
       .def_prop_ro("sticky_status", &SimulatedDevice::sticky_status)
       .def_prop_ro("calls", &calls)

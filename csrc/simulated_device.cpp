@@ -314,9 +314,11 @@ bool SimulatedDevice::fail(const std::string& entry, std::uint64_t nth, Status s
   return false;
 }
 
-void SimulatedDevice::lose(Status status) {
+void SimulatedDevice::lose(Status status, std::uint64_t calls) {
   const Lock lock(machine().mutex);
-  fail_device(*device_, status);
+  if (calls == 0) return fail_device(*device_, status);
+  device_->calls_left = calls + 1;
+  device_->lost_then = status;
 }
 
 Status SimulatedDevice::sticky_status() const noexcept {

@@ -142,8 +142,9 @@ class SimulatedDevice {
   // nth+times-1 from now (1-based) of a CUDA entry point, named as in the table, return `status` and do nothing else.
   // False when the table has no such entry.
   bool fail(const std::string& entry, std::uint64_t nth, Status status, std::uint64_t times = 1);
-  void lose(Status status = status::kLaunchFailed);  // nothing runs any more, every call returns `status`
-  Status sticky_status() const noexcept;             // what lose() or a failed kernel left
+  // Nothing runs any more, every call returns `status`: from now on, or only after `calls` further calls of the table.
+  void lose(Status status = status::kLaunchFailed, std::uint64_t calls = 0);
+  Status sticky_status() const noexcept;  // what lose() or a failed kernel left
   // What the first failed kernel threw, once: a second call returns null. The device stays failed.
   std::exception_ptr take_kernel_failure() noexcept;
   std::vector<std::pair<const char*, std::uint64_t>> calls() const;  // every entry point by CUDA name

@@ -276,6 +276,7 @@ Device* current_device() noexcept {
 
 Status enter(Device& device, Entry entry) {
   ++device.calls[static_cast<int>(entry)];
+  if (device.calls_left > 0 && --device.calls_left == 0) fail_device(device, device.lost_then);
   if (const Status status = injected(device, entry)) return status;
   if (device.sticky != status::kSuccess && !ignores_failures(entry)) return device.sticky;
   if (device.closed && !works_after_close(entry)) return status::kDeinitialized;

@@ -186,6 +186,8 @@ struct Device {
   std::size_t pending = 0;                     // steps queued or being run
   std::uint64_t calls[static_cast<int>(Entry::kCount)] = {};
   std::deque<Failure> failures[static_cast<int>(Entry::kCount)];
+  std::uint64_t calls_left = 0;  // the device is lost, with `lost_then`, when this comes to 0 again
+  Status lost_then = status::kSuccess;
   std::uint64_t violations = 0;
   std::size_t host_ranges = 0;
 };

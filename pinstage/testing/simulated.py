@@ -396,9 +396,19 @@ class SimulatedDevice:
         if not self._core.fail(entry, nth, status, times):
             raise ValueError(f"the driver table has no {entry!r}: use one of {', '.join(sorted(self.calls))}")
 
-    def lose(self, status: int = _LAUNCH_FAILED) -> None:
-        """Loses the device: nothing runs any more, and every call returns `status`."""
-        self._core.lose(status)
+    def lose(self, status: int = _LAUNCH_FAILED, *, after: int = 0) -> None:
+        """Loses the device: nothing runs any more, and every call returns `status`.
+
+        Args:
+            status: A CUresult; 719 is a failed launch.
+            after: Driver calls that still succeed. 0: it is lost now.
+
+        Raises:
+            ValueError: `after` is negative.
+        """
+        if after < 0:
+            raise ValueError(f"after is {after}: a number of calls cannot be negative")
+        self._core.lose(status, after)
 
     @property
     def calls(self) -> Mapping[str, int]:
