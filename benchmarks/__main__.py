@@ -16,6 +16,7 @@ SUITES = {
     "gather": "gather_rows against index_select, take and memcpy, from cold and cached tables",
     "overhead": "host time of copy_ against what users write today, and the driver floor",
     "small": "host time of copy_batch_ and to_device against what users write today",
+    "soak": "minutes of mixed traffic, every byte verified on the device",
     "tables": "host time of block tables, KV rows and block lists against what engines write today",
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 
 import pytest
@@ -176,11 +177,11 @@ class Scenario:
 class Elsewhere(Scenario):
     """The scenario on a device that is not current, so that each call has to make it so."""
 
-    def run(self):
+    def run(self, rounds=2):
         with SimulatedDevice(1) as current:
             current.make_current()
             try:
-                return super().run()
+                return super().run(rounds)
             finally:
                 assert _core.SimulatedDevice.current() is current._core, "the thread was left with another device"
                 self.dev.make_current()
@@ -191,7 +192,7 @@ class Registered(Scenario):
 
     largest = 8 * MB
 
-    def run(self):
+    def run(self, rounds=2):
         self.do([self.reserve_all, self.copy, self.trim_all, self.copy, self.trim_all])
         return self
 
@@ -213,9 +214,9 @@ NATIVE = {"cuMemHostGetDevicePointer"}
 
 
 @functools.cache
-def calls_of_a_good_run(kind):
+def calls_of_a_good_run(kind, rounds=2):
     with SimulatedDevice() as dev:
-        scenario = SCENARIOS[kind](dev).run()
+        scenario = SCENARIOS[kind](dev).run(rounds)
         calls = {name: count for name, count in dev.calls.items() if count}
         dev.synchronize()
         assert scenario.errors == []
@@ -223,26 +224,29 @@ def calls_of_a_good_run(kind):
         return calls
 
 
-def cases(kind):
-    """(entry, how many calls) that are worth failing in a scenario of this kind."""
-    calls = calls_of_a_good_run(kind)
-    if kind == "here":
-        return calls
-    here = calls_of_a_good_run("here")
-    return {entry: count for entry, count in calls.items() if entry not in here}
-
-
 def test_scenarios_make_every_call_of_the_table():
     made = {entry for kind in SCENARIOS for entry in calls_of_a_good_run(kind)}
     with SimulatedDevice() as dev:
         assert made | NEVER_CALLED | TOLD | NATIVE == set(dev.calls)
     assert not made & NEVER_CALLED
-    assert sum(calls_of_a_good_run("here").values()) >= 200
+    assert sum(calls_of_a_good_run("here", 1).values()) >= 200
 
 
-def positions(count, most):
-    """All of them, or a spread of about `most`; the first few always."""
-    return sorted({*range(1, min(5, count) + 1), *range(1, count + 1, max(1, count // most)), count})
+def positions(first_round, count, each):
+    """Calls to fail: each of the first round, of a cold pool, and a spread of the second; or a spread of all."""
+    if each:
+        return [*range(1, first_round + 1), *range(first_round + 1, count + 1, 5)]
+    return sorted({*range(1, min(5, count) + 1), *range(1, count + 1, max(1, count // 6)), count})
+
+
+def cases(kind, each):
+    """(entry, position): all entries in the plain scenario, in the others those that only they call."""
+    first = calls_of_a_good_run(kind, 1)
+    known = {} if kind == "here" else calls_of_a_good_run("here")
+    for entry, count in calls_of_a_good_run(kind).items():
+        if entry not in known:
+            for nth in positions(first.get(entry, 0), count, each):
+                yield entry, nth
 
 
 def in_a_thread(body):
@@ -297,28 +301,28 @@ def check_errors(scenario, status, where):
         assert remedies[status] in text or "make a new buffer" in text or of_the_simulation, text
 
 
+# One status of each class, of the fatal ones in turn.
 CLASSES = {
-    "out_of_memory": OUT_OF_MEMORY,
-    "invalid_value": INVALID_VALUE,
-    "not_ready": NOT_READY,
-    "launch_failed": LAUNCH_FAILED,
-    "illegal_address": ILLEGAL_ADDRESS,
-    "deinitialized": DEINITIALIZED,
+    "out_of_memory": [OUT_OF_MEMORY],
+    "invalid_value": [INVALID_VALUE],
+    "not_ready": [NOT_READY],
+    "lost": [LAUNCH_FAILED, ILLEGAL_ADDRESS],
+    "deinitialized": [DEINITIALIZED],
 }
-# The quick set takes a spread of the positions, the slow one each.
+# The quick set takes a spread of the positions.
 EXTENT = pytest.mark.parametrize(
-    "most", [pytest.param(6, id="spread"), pytest.param(10_000, id="each", marks=pytest.mark.slow)]
+    "each", [pytest.param(False, id="spread"), pytest.param(True, id="each", marks=pytest.mark.slow)]
 )
 
 
 @EXTENT
 @pytest.mark.parametrize("kind", SCENARIOS)
 @pytest.mark.parametrize("name", CLASSES)
-def test_failure_of_any_call_at_any_position_loses_nothing_and_reuses_nothing_pending(name, kind, most):
+def test_failure_of_any_call_at_any_position_loses_nothing_and_reuses_nothing_pending(name, kind, each):
     """Cases 25 and 26."""
-    for entry, count in cases(kind).items():
-        for nth in positions(count, most):
-            in_a_thread(lambda entry=entry, nth=nth: fail_at(kind, entry, nth, CLASSES[name]))
+    statuses = itertools.cycle(CLASSES[name])
+    for (entry, nth), status in zip(cases(kind, each), statuses, strict=False):
+        in_a_thread(lambda entry=entry, nth=nth, status=status: fail_at(kind, entry, nth, status))
 
 
 def fail_at(kind, entry, nth, status):
@@ -337,11 +341,12 @@ def fail_at(kind, entry, nth, status):
 
 
 @EXTENT
-@pytest.mark.parametrize("status", [LAUNCH_FAILED, DEINITIALIZED])
-def test_device_lost_at_any_call_blocks_nothing_and_frees_nothing_that_it_may_read(status, most):
+def test_device_lost_at_any_call_blocks_nothing_and_frees_nothing_that_it_may_read(each):
     """Case 26."""
-    for after in positions(sum(calls_of_a_good_run("here").values()), 20 * most):
-        in_a_thread(lambda after=after: lose_after(after, status))
+    calls = sum(calls_of_a_good_run("here", 1).values())
+    statuses = itertools.cycle([LAUNCH_FAILED, DEINITIALIZED])
+    for after, status in zip(range(1, calls + 1, 1 if each else calls // 100), statuses, strict=False):
+        in_a_thread(lambda after=after, status=status: lose_after(after, status))
 
 
 def lose_after(after, status):
