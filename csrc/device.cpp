@@ -342,11 +342,14 @@ void Device::sweep() {
   std::vector<std::shared_ptr<Pool>> drained;  // destroyed after the lock is gone
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    auto keep = std::stable_partition(pools_.begin(), pools_.end(),
-                                      [](const std::shared_ptr<Pool>& pool) { return !pool->drained(); });
+    for (const std::shared_ptr<Pool>& pool : pools_) {
+      if (pool->drained()) pool->discard_empty_slabs();
+    }
+    auto keep = std::stable_partition(pools_.begin(), pools_.end(), [](const std::shared_ptr<Pool>& pool) {
+      return !pool->drained() || pool->has_slabs();  // under tensors and leases that live: a later sweep
+    });
     drained.assign(std::make_move_iterator(keep), std::make_move_iterator(pools_.end()));
     pools_.erase(keep, pools_.end());
-    for (const std::shared_ptr<Pool>& pool : drained) pool->discard_empty_slabs();
     memory.swap(discarded_);
   }
   if (memory.empty()) return;

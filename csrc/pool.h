@@ -176,7 +176,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // --- called by Device, with the mutex held ---
   void fence_passed(Slot* slot) noexcept;
   void fence_failed(Slot* slot, Status status) noexcept;
-  bool drained() const noexcept;
+  bool drained() const noexcept;  // closed, and no fence is pending
+  bool has_slabs() const noexcept { return !slabs_.empty(); }
   void discard_empty_slabs() noexcept;
 
  private:

@@ -41,8 +41,9 @@ char* map_pages(std::uint64_t nbytes) noexcept {
   if (before > 0) munmap(first, before);
   if (mapped - before > nbytes) munmap(data + nbytes, mapped - before - nbytes);
   // A forked child does not share these pages: had it a copy-on-write claim to them, this process could be the one that
-  // gets the copies, and the device would read the originals.
-  if (madvise(data, nbytes, MADV_DONTFORK) != 0) {
+  // gets the copies, and the device would read the originals. The child finds zeros there, so that a tensor which it
+  // inherited can be touched.
+  if (madvise(data, nbytes, MADV_WIPEONFORK) != 0 && madvise(data, nbytes, MADV_DONTFORK) != 0) {
     munmap(data, nbytes);
     return nullptr;
   }

@@ -174,7 +174,8 @@ def run_on_stream(core: _core.Device, step: Callable[[], object], *, writes: tor
 
 @atexit.register
 def _shut_down() -> None:
+    # First: a daemon thread whose wait ends by the shutdown shall not come back to tell of it.
+    _core.prepare_exit()
     # Tensors and pools may outlive the driver; from here on none of them calls it.
     for core in (*_cuda_devices.values(), *_simulated_devices.values()):
         core.shutdown()
-    _core.prepare_exit()

@@ -176,7 +176,7 @@ def test_forked_child_would_not_share_a_registered_slab(dev):
     """Case 23: a child's copy-on-write claim could leave the parent with copies, and the device with the originals."""
     pool = pinstage.StagingPool(dev, initial_bytes=8 * MB)
     with pool.lease(8 * MB, torch.uint8) as lease:
-        assert "dc" in flags_of_mapping(lease.tensor.data_ptr())  # "do not copy area on fork"
+        assert "wf" in flags_of_mapping(lease.tensor.data_ptr())  # "wipe on fork"
         lease.retire(dev.current_stream)
 
 

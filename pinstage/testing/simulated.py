@@ -460,5 +460,6 @@ def _drop_what_is_queued() -> None:
     # No kernel may run while the interpreter goes away. A forked child leaves its parent's devices alone.
     if os.getpid() != _pid:
         return
+    _core.prepare_exit()  # as pinstage.devices does: a wait that ends by this is nobody's error
     for device in list(_open_devices):
         device._core.close()
