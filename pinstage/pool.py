@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import index
 from types import TracebackType
 from typing import Literal, TypeAlias
 
@@ -359,7 +360,7 @@ class StagingPool(_core.Pool):
     def _lease(
         self, shape: ShapeLike, dtype: torch.dtype, timeout: float | None, *, block: bool, owned: bool
     ) -> Lease | None:
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        sizes = tuple(map(index, (shape,) if isinstance(shape, int) else shape))
         lease = self._take(sizes, code_of(dtype), timeout, block, owned)
         return None if lease is None else Lease(self, lease, sizes, dtype)
 
