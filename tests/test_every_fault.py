@@ -41,7 +41,8 @@ class Scenario:
     def run(self, rounds=2):
         for _ in range(rounds):
             self.do([
-                self.copy, self.copy, self.cast, self.transposed, self.rows, self.pitched, self.repeated, self.batch,
+                self.copy, self.copy, self.cast, self.transposed, self.rows, self.segments, self.pitched,
+                self.repeated, self.batch,
                 self.uneven_batch, self.list, self.lease, self.cancelled, self.retired, self.buffer, self.reserve,
                 self.kept, self.reclaim, self.large, self.bulk, self.bulk_cast, self.bulk_rows, self.trim,
             ])  # fmt: skip
@@ -91,6 +92,13 @@ class Scenario:
         dst, source = self.dst((4, 8)), self.source()
         pinstage.copy_rows_(dst, source, [3, 1, 3, 0], pool=self.pool)
         self.done(dst, source)
+
+    def segments(self):
+        dst, sources = self.dst((5, 8)), [self.source((2, 8)), self.source((3, 8))]
+        pinstage.copy_rows_(dst, sources, pool=self.pool)
+        self.done(dst)
+        for source in sources:
+            source.fill_(-1)
 
     def batch(self):
         dsts = [*self.dst(), self.dst(100)]  # 16 rows of one buffer, and one beside them
