@@ -26,8 +26,8 @@ from pinstage.cli.traffic import Request, generate, read_trace, repeat
 from pinstage.testing import SimulatedDevice
 
 BLOCK_TOKENS = 16
-KINDS = ("copy_", "copy_ strided", "copy_rows_", "copy_batch_", "to_device", "lease", "DoubleBuffer")
-WEIGHTS = (40, 5, 5, 15, 10, 15, 10)
+KINDS = ("copy_", "copy_ strided", "copy_rows_", "segments", "copy_batch_", "to_device", "lease", "DoubleBuffer")
+WEIGHTS = (40, 5, 5, 5, 15, 10, 10, 10)
 PAIRS = 8  # of a batch
 ROWS, TABLE = 32, 64  # rows taken, rows there are
 STREAMS = 4
@@ -184,8 +184,9 @@ class Plan:
     def _draft(self, kind: str) -> Callable[[], Operation]:
         """Takes room in the buffers; what is returned makes the operation once they are there."""
         make = {
-            "copy_": self._copy, "copy_ strided": self._strided, "copy_rows_": self._rows, "copy_batch_": self._batch,
-            "to_device": self._to_device, "lease": self._lease, "DoubleBuffer": self._double_buffer,
+            "copy_": self._copy, "copy_ strided": self._strided, "copy_rows_": self._rows, "segments": self._segments,
+            "copy_batch_": self._batch, "to_device": self._to_device, "lease": self._lease,
+            "DoubleBuffer": self._double_buffer,
         }[kind]  # fmt: skip
         return partial(make, *self._arguments(kind))
 
@@ -198,6 +199,9 @@ class Plan:
             table = self._source(TABLE, -(-small // ROWS))
             index = torch.randint(0, TABLE, (ROWS,), generator=self._random)
             return [self._to(table, table[index]), index]
+        if kind == "segments":
+            sources = [self._source(min(next(self._sizes), 4096)) for _ in range(PAIRS)]
+            return [self._to(sources[0], torch.cat(sources)), sources]
         if kind == "copy_ strided":
             width = -(-small // 16)
             sources = [self._source(16, width), self._source(16, width)]
@@ -232,6 +236,10 @@ class Plan:
             partial(pinstage.copy_rows_, to.view(buffer), to.source, index, pool=self.pool) for buffer in self.buffers
         ]
         return self._operation("copy_rows_", calls, [to.source])
+
+    def _segments(self, to: Destination, sources: list[torch.Tensor]) -> Operation:
+        calls = [partial(pinstage.copy_rows_, to.view(buffer), sources, pool=self.pool) for buffer in self.buffers]
+        return self._operation("segments", calls, sources, len(sources))
 
     def _batch(self, to: list[Destination]) -> Operation:
         sources = [each.source for each in to]
@@ -375,12 +383,12 @@ def soak(machine: Machine, args: argparse.Namespace, show: Callable[[float, int,
             for kind, values in measured.items():
                 if values:
                     times[kind].add(values)
-        if number == 2 or (warm is None and elapsed >= args.seconds):
+        if warm is None and number >= 2 and elapsed >= args.seconds / 10:
             warm = (pool.stats(), resident_bytes(), machine.memory())
         if elapsed - shown >= UPDATES or elapsed >= args.seconds:
             wrong, shown = verifier.wrong(), elapsed
             show(elapsed, (number + 1) * plan.copies, wrong)
-        if elapsed >= args.seconds:
+        if warm is not None and elapsed >= args.seconds:
             break
     assert warm is not None
     stats = pool.stats()

@@ -60,6 +60,9 @@ const char* remedy(Status status) noexcept {
       return "Free memory of the host or the device and call again; the pool is whole";
     case status::kNotReady:
       return "Call again once the device has come further; the pool is whole";
+    case status::kNotPermitted:
+    case status::kNotSupported:
+      return "The driver does not do this here, and will not if it is called again; the pool is whole";
     case status::kStreamCaptureUnsupported:
     case status::kStreamCaptureInvalidated:
     case status::kStreamCaptureImplicit:

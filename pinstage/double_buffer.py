@@ -67,11 +67,17 @@ class DoubleBuffer:
             raise ValueError(f"the pool is of {pool.device.name}, another device than {device}")
         self._carry = carry
         self._slots: list[Lease] = []
-        for _ in range(depth):
-            slot = pool._lease(shape, dtype, None, block=True, owned=True)
-            assert slot is not None
-            slot.tensor  # noqa: B018  # made once: later fills hand out the same tensor
-            self._slots.append(slot)
+        try:
+            for _ in range(depth):
+                slot = pool._lease(shape, dtype, None, block=True, owned=True)
+                assert slot is not None
+                self._slots.append(slot)
+                slot.tensor  # noqa: B018  # made once: later fills hand out the same tensor
+        except BaseException:  # at once: the error's traceback may keep this object alive
+            for slot in self._slots:
+                slot.cancel()
+            self._slots.clear()
+            raise
         self._filling = 0  # the slot that the next fill hands out
         self._filled: int | None = None  # the slot that copy_to and retire read
         self._last: int | None = None  # the slot that carry starts from
