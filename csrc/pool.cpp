@@ -150,7 +150,8 @@ bool Pool::only_this_thread_can_help() const noexcept {
 
 void Pool::exhausted(std::uint64_t nbytes, const std::string& why) {
   const auto bytes = [this](SlotState state) { return std::to_string(stats_.bytes[int(state)]); };
-  if (stats_.bytes[int(SlotState::kQuarantined)] > 0 && is_fatal(failure_)) {
+  const bool would_fit = Offsets::round_up(nbytes) <= options_.max_bytes;
+  if (would_fit && stats_.bytes[int(SlotState::kQuarantined)] > 0 && is_fatal(failure_)) {
     throw Error(ErrorKind::kDriver,
                 "no room for " + std::to_string(nbytes) + " bytes in the staging pool of " + device_->name() +
                     ": the device failed under " + bytes(SlotState::kQuarantined) + " bytes of it (status " +

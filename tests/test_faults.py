@@ -197,3 +197,16 @@ def test_query_that_fails_for_a_moment_frees_nothing_early(dev):
     dev.synchronize()
     assert dst.tolist() == [1] * 256
     assert pool.reclaim() == KB
+
+
+def test_pool_that_a_lost_device_emptied_says_so_rather_than_ask_for_more_memory(dev):
+    """Case 26."""
+    pool, dst = pinstage.StagingPool(dev, max_bytes=64 * KB), dev.zeros(32 * KB, torch.uint8)
+    for _ in range(2):
+        pinstage.copy_(dst, torch.ones(32 * KB, dtype=torch.uint8), pool=pool)
+    dev.fail("cuEventQuery", status=LAUNCH_FAILED, times=4)
+    with pytest.raises(DriverError, match=r"no room for 32768 bytes.*the device failed under .*restart it") as error:
+        pool.lease(32 * KB, torch.uint8)
+    assert error.value.status == LAUNCH_FAILED
+    with pytest.raises(pinstage.PoolExhausted, match="larger than max_bytes"):
+        pool.lease(65 * KB, torch.uint8)

@@ -86,9 +86,12 @@ while pool.stats().copies < 100:
     "device_lost": "pinstage.copy_(dst, source, pool=pool)\ndev.lose()",
     "copy_at_exit": "atexit.register(lambda: pinstage.copy_(dst, source, pool=pool))",
 }
+LEFTOVERS["everything"] = "\n".join(LEFTOVERS[name] for name in LEFTOVERS if name != "device_lost")
 
 
-@pytest.mark.parametrize("name", LEFTOVERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "everything")) for name in LEFTOVERS]
+)
 def test_process_ends_with_status_0_whatever_is_left(name):
     """Case 24. A lease that is left undeclared may warn: at exit, nobody is there to read it."""
     done = run(SETTING + LEFTOVERS[name])
