@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -44,12 +44,12 @@ class Backend(ABC):
     device: Any
 
     @abstractmethod
-    def device_tensor(self, shape: Sequence[int]) -> torch.Tensor:
-        """A new int32 tensor on the device."""
+    def device_tensor(self, shape: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """A new tensor on the device."""
 
     @abstractmethod
-    def pinned_tensor(self, shape: Sequence[int]) -> torch.Tensor:
-        """A new int32 tensor in pinned host memory."""
+    def pinned_tensor(self, shape: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """A new tensor in pinned host memory."""
 
     @abstractmethod
     def event(self) -> Event:
@@ -68,8 +68,12 @@ class Backend(ABC):
         """Enqueues an asynchronous copy to the device that nothing guards."""
 
     @abstractmethod
+    def launch(self, kernel: Callable[[], object]) -> None:
+        """Enqueues torch operations on device tensors."""
+
     def enqueue_attention(self, table: torch.Tensor, seen: torch.Tensor) -> None:
         """Enqueues a kernel that reads the device's `table` and keeps in `seen` what it read."""
+        self.launch(lambda: seen.copy_(table))
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -106,12 +110,12 @@ class CudaBackend(Backend):
         return float(min(times))
 
     @override
-    def device_tensor(self, shape: Sequence[int]) -> torch.Tensor:
-        return torch.empty(*shape, dtype=torch.int32, device=self.device)
+    def device_tensor(self, shape: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=self.device)
 
     @override
-    def pinned_tensor(self, shape: Sequence[int]) -> torch.Tensor:
-        return torch.empty(*shape, dtype=torch.int32, pin_memory=True)
+    def pinned_tensor(self, shape: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, pin_memory=True)
 
     @override
     def event(self) -> Event:
@@ -131,8 +135,8 @@ class CudaBackend(Backend):
         dst.copy_(src, non_blocking=True)
 
     @override
-    def enqueue_attention(self, table: torch.Tensor, seen: torch.Tensor) -> None:
-        seen.copy_(table)
+    def launch(self, kernel: Callable[[], object]) -> None:
+        kernel()
 
     @override
     def synchronize(self) -> None:
@@ -171,12 +175,12 @@ class SimulatedBackend(Backend):
         self.reason = reason
 
     @override
-    def device_tensor(self, shape: Sequence[int]) -> torch.Tensor:
-        return self.device.empty(shape, torch.int32)
+    def device_tensor(self, shape: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return self.device.empty(shape, dtype)
 
     @override
-    def pinned_tensor(self, shape: Sequence[int]) -> torch.Tensor:
-        return torch.empty(*shape, dtype=torch.int32)  # no pinning without a GPU; the simulation asks for none
+    def pinned_tensor(self, shape: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype)  # no pinning without a GPU; the simulation asks for none
 
     @override
     def event(self) -> Event:
@@ -195,8 +199,8 @@ class SimulatedBackend(Backend):
         self.device.copy_async(dst, src)
 
     @override
-    def enqueue_attention(self, table: torch.Tensor, seen: torch.Tensor) -> None:
-        self.device.launch(lambda: seen.copy_(table))
+    def launch(self, kernel: Callable[[], object]) -> None:
+        self.device.launch(kernel)
 
     @override
     def synchronize(self) -> None:
