@@ -14,21 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from engine import Engine, Served, Shape, reference
-from model import VOCABULARY
-from uploads import UPLOADS
-from workload import Prompt, prompts
+from comparison import Verdict, exit_status, serve_all
+from engine import Served, Shape
 
 from pinstage.cli.backends import Backend, open_backend
 from pinstage.cli.errors import UsageError
 
 _TITLES = {"reference": "no overlap", "bare": "bare copies", "event_wait": "event wait", "pinstage": "pinstage"}
-_LAYER_MS = 1.0  # least work of the layers that the copies queue behind on a GPU
 
 
 def _positive(text: str) -> int:
@@ -55,61 +50,12 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-class Verdict(NamedTuple):
-    """How a mode's answers compare with those without overlap, as far as both got.
-
-    Attributes:
-        compared: requests of which both have a token.
-        wrong: of those, requests with another token.
-        tokens: compared.
-    """
-
-    compared: int
-    wrong: int
-    tokens: int
-
-
-def compare(served: Served, expected: Served) -> Verdict:
-    """Compares token by token. Preempted sequences resume a step later with overlap, so the ends differ in length."""
-    pairs = zip(served.answers, expected.answers, strict=False)  # one may have seen more requests arrive
-    lengths = [(got, meant, min(len(got), len(meant))) for got, meant in pairs]
-    return Verdict(
-        compared=sum(length > 0 for _, _, length in lengths),
-        wrong=sum(got[:length] != meant[:length] for got, meant, length in lengths),
-        tokens=sum(length for _, _, length in lengths),
-    )
-
-
-def exit_status(verdicts: dict[str, Verdict]) -> int:
-    """1 if pinstage or the event wait was ever wrong, else 2 if the bare copies never were, else 0."""
-    if verdicts["pinstage"].wrong or verdicts["event_wait"].wrong:
-        return 1
-    return 0 if verdicts["bare"].wrong else 2
-
-
-def serve_all(
-    backend: Backend, shape: Shape, seed: int, steps: int, trace: Path | None
-) -> tuple[dict[str, Served], dict[str, Verdict]]:
-    """What every mode came to, the reference first, and the verdict on each of the others."""
-
-    def requests() -> Iterator[Prompt]:
-        return prompts(seed, VOCABULARY, shape.most_tokens, trace)
-
-    served = {"reference": reference(backend, requests(), shape, seed, steps)}
-    # So long that the device reads a step's tensors well after the host has refilled them for the next one.
-    backend.set_layers(milliseconds=max(_LAYER_MS, 2 * served["reference"].host_us / 1e3))
-    for mode, make_upload in UPLOADS.items():
-        served[mode] = Engine(backend, requests(), shape, seed, make_upload).serve(steps)
-    return served, {mode: compare(served[mode], served["reference"]) for mode in UPLOADS}
-
-
 def _report(backend: Backend, served: dict[str, Served], verdicts: dict[str, Verdict]) -> None:
     expected = served["reference"]
     print(f"device     {backend.name} ({backend.reason})")
-    print(
-        f"workload   {expected.tokens} tokens of {sum(map(bool, expected.answers))} requests in {expected.steps} steps; "
-        f"{expected.reused_tokens} tokens reused, {expected.preempted} preemptions\n"
-    )
+    served_requests = sum(map(bool, expected.answers))
+    print(f"workload   {expected.tokens} tokens for {served_requests} requests in {expected.steps} steps")
+    print(f"cache      {expected.reused_tokens} tokens reused, {expected.preempted} preemptions\n")
     print(f"{'mode':<12} {'wrong requests':>15} {'host µs a step':>15} {'of it upload':>13} {'tokens/s':>9}")
     for mode, each in served.items():
         verdict = f"{verdicts[mode].wrong} of {verdicts[mode].compared}" if mode in verdicts else "–"

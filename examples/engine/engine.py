@@ -109,7 +109,8 @@ class Engine:
 
     def serve(self, steps: int, on_step: Callable[[], object] = lambda: None) -> Served:
         """Runs some steps, and collects their tokens."""
-        host_ns, upload_ns = [], []
+        host_ns: list[int] = []
+        upload_ns: list[int] = []
         start = time.perf_counter_ns()
         while len(host_ns) < steps:
             began = time.perf_counter_ns()

@@ -51,7 +51,7 @@ def block_key(before: bytes, tokens: list[int]) -> bytes:
 
 
 class BlockPool:
-    """Hands out blocks, the longest unused first. A free block keeps its contents, and can be shared, until it is taken."""
+    """Hands out blocks, the longest unused first. Until it is taken, a free block can be shared for its contents."""
 
     def __init__(self, blocks: int) -> None:
         self._users = [0] * blocks

@@ -60,7 +60,8 @@ class Model:
         generator = torch.Generator().manual_seed(seed)
 
         def weights(*shape: int, gain: float = 1.0) -> torch.Tensor:
-            return (torch.randn(*shape, generator=generator, dtype=_DTYPE) * gain / shape[-2] ** 0.5).to(device)
+            scale = gain / float(shape[-2]) ** 0.5
+            return torch.randn(*shape, generator=generator, dtype=_DTYPE).mul_(scale).to(device)
 
         self._embedding = weights(VOCABULARY, _WIDTH, gain=VOCABULARY**0.5)
         self._place = weights(most_tokens, _WIDTH, gain=0.5 * most_tokens**0.5)
@@ -75,6 +76,7 @@ class Model:
             for _ in range(_LAYERS)
         ]
         self._head = weights(_WIDTH, VOCABULARY)
+        self._blocks = blocks
         self._block_tokens = block_tokens
         shape = (_LAYERS, 2, blocks * block_tokens, _HEADS, _WIDTH // _HEADS)
         self._cache = torch.zeros(shape, dtype=_DTYPE, device=device)
@@ -84,34 +86,38 @@ class Model:
     def step(self, inputs: StepInputs, most_columns: int) -> torch.Tensor:
         """Runs a step, and returns the next token of each sequence, [N] int64.
 
-        Indices are clamped: with bare copies they may be those of two steps in a mixture, and shall compute nonsense
-        rather than end the process.
+        Every index is clamped: without guarded copies they may be anything, and shall compute nonsense rather than end
+        the process.
 
         Args:
             inputs: of the step.
             most_columns: most tokens of one sequence among them.
         """
         tokens, (sequences, width) = len(inputs.token_ids), inputs.table.shape
-        rows = inputs.rows.clamp(max=sequences - 1)
-        columns = inputs.columns.clamp(max=most_columns - 1)
-        keys_at = inputs.table[:, :, None] * self._block_tokens
-        keys_at = (keys_at + torch.arange(self._block_tokens, device=keys_at.device)).flatten(1)
-        positions = inputs.positions.new_zeros(sequences, most_columns)
-        positions[rows, columns] = inputs.positions
+        rows, columns = inputs.rows.clamp(0, sequences - 1), inputs.columns.clamp(0, most_columns - 1)
+        token_positions = inputs.positions.clamp(0, len(self._place) - 1)
+        cache_slots = inputs.cache_slots.clamp(0, self._blocks * self._block_tokens - 1)
+        places = torch.arange(self._block_tokens, device=cache_slots.device)
+        keys_at = (inputs.table.clamp(0, self._blocks - 1)[:, :, None] * self._block_tokens + places).flatten(1)
+        positions = token_positions.new_zeros(sequences, most_columns)
+        positions[rows, columns] = token_positions
         visible = torch.arange(width * self._block_tokens, device=keys_at.device) <= positions[:, None, :, None]
-        made = self._last_tokens[(-1 - inputs.token_ids).clamp(min=0)]
-        x = self._embedding[torch.where(inputs.token_ids < 0, made, inputs.token_ids)] + self._place[inputs.positions]
+        made = self._last_tokens[(-1 - inputs.token_ids).clamp(0, len(self._last_tokens) - 1)]
+        token_ids = torch.where(inputs.token_ids < 0, made, inputs.token_ids.clamp(max=VOCABULARY - 1))
+        x = self._embedding[token_ids] + self._place[token_positions]
         for (qkv, out, up, down), (all_keys, all_values) in zip(self._layers, self._cache, strict=True):
             q, k, v = (_norm(x) @ qkv).view(tokens, 3, _HEADS, -1).unbind(1)
-            all_keys[inputs.cache_slots], all_values[inputs.cache_slots] = k, v
+            all_keys[cache_slots], all_values[cache_slots] = k, v
             padded = q.new_zeros(sequences, most_columns, *q.shape[1:])
             padded[rows, columns] = q
-            pages = (pool[keys_at].transpose(1, 2) for pool in (all_keys, all_values))
-            seen = functional.scaled_dot_product_attention(padded.transpose(1, 2), *pages, attn_mask=visible)
-            x = x + seen.transpose(1, 2)[rows, columns].flatten(1) @ out
+            paged_keys, paged_values = (pool[keys_at].transpose(1, 2) for pool in (all_keys, all_values))
+            attended = functional.scaled_dot_product_attention(
+                padded.transpose(1, 2), paged_keys, paged_values, attn_mask=visible
+            )
+            x = x + attended.transpose(1, 2)[rows, columns].flatten(1) @ out
             x = x + functional.gelu(_norm(x) @ up) @ down
-        next_tokens = (_norm(x[inputs.last.clamp(max=tokens - 1)]) @ self._head).argmax(-1)
-        self._last_tokens[inputs.out_slots] = next_tokens
+        next_tokens = (_norm(x[inputs.last.clamp(0, tokens - 1)]) @ self._head).argmax(-1)
+        self._last_tokens[inputs.out_slots.clamp(0, len(self._last_tokens) - 1)] = next_tokens
         return next_tokens
 
 

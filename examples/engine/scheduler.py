@@ -60,10 +60,11 @@ class Scheduler:
         self._retire()
         self._now += _STEP_SECONDS
         before = self.preempted
-        chunks = []
-        for sequence in list(self._running):
-            if sequence.slot >= 0 and self._find_blocks(sequence):
-                chunks.append(self._schedule(sequence))
+        chunks = [
+            self._schedule(sequence)
+            for sequence in list(self._running)
+            if sequence.slot >= 0 and self._find_blocks(sequence)  # none if an older one was given its blocks
+        ]
         if self.preempted == before:
             chunks += self._admit()
         return chunks

@@ -38,7 +38,7 @@ class Upload(ABC):
     def _host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def wait_before_refill(self) -> None:
+    def wait_before_refill(self) -> None:  # noqa: B027  # most ways need no wait
         """Blocks until the host's tensors may be written."""
 
     def send(self, step: Step) -> StepInputs:
@@ -46,7 +46,7 @@ class Upload(ABC):
         sequences = len(step.chunks)
         dsts, srcs = (side.live(step.tokens, sequences) for side in (self._device, self.host))
         self._send(dsts, srcs, self._device_table[:sequences], step)
-        return StepInputs(*dsts, self._device_table[:sequences, : step.width])
+        return StepInputs._make((*dsts, self._device_table[:sequences, : step.width]))
 
     @abstractmethod
     def _send(self, dsts: list[torch.Tensor], srcs: list[torch.Tensor], table: torch.Tensor, step: Step) -> None: ...
