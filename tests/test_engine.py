@@ -90,7 +90,7 @@ def test_pinstage_with_little_memory_waits_and_without_its_fences_is_caught(exam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["late", "eager", "random"])
+@pytest.mark.parametrize("schedule", ["late", "eager", "random", "manual"])
 def test_thousand_steps_equal_the_reference(example, schedule):
     served, verdicts = serve_all(example, steps=1000, schedule=schedule)
     assert verdicts["pinstage"].wrong == verdicts["event_wait"].wrong == 0
