@@ -129,15 +129,56 @@ def test_tokens_do_not_depend_on_batching_paging_prefix_reuse_or_preemption(exam
     assert len({token for answer in expected.answers for token in answer}) > 100  # they do vary
 
 
+def dense_answer(model, tokens, count):
+    """What the model says by attention over all tokens at once, without a cache."""
+    functional, norm = torch.nn.functional, lambda x: torch.nn.functional.rms_norm(x, x.shape[-1:])
+    for _ in range(count):
+        x = model._embedding[tokens] + model._place[: len(tokens)]
+        for qkv, out, up, down in model._layers:
+            q, k, v = (norm(x) @ qkv).view(len(tokens), 3, 2, -1).permute(1, 2, 0, 3)
+            attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + attended.transpose(0, 1).flatten(1) @ out
+            x = x + functional.gelu(norm(x) @ up) @ down
+        tokens = [*tokens, int((norm(x[-1]) @ model._head).argmax())]
+    return tokens[-count:]
+
+
+def test_tokens_are_those_of_the_model_without_a_cache(example):
+    shape = example.engine.Shape()
+    with SimulatedDevice() as device:
+        backend = SimulatedBackend(device, "in a test")
+        answers = example.engine.reference(backend, prompts(example, shape), shape, 0, 20).answers
+    model = example.model.Model("cpu", 0, shape.batch, shape.blocks, shape.block_tokens, shape.most_tokens)
+    served = [(prompt, answer) for prompt, answer in zip(prompts(example, shape), answers, strict=False) if answer]
+    assert len(served) > 10
+    for prompt, answer in served:
+        assert dense_answer(model, prompt.tokens, len(answer)) == answer
+
+
+def test_only_with_overlap_tokens_go_from_step_to_step_on_the_device(example):
+    class Watched(example.uploads.BlockingUpload):
+        def _send(self, dsts, srcs, table, step):
+            lowest.append(int(srcs[0].min()))
+            super()._send(dsts, srcs, table, step)
+
+    shape, lowest = example.engine.Shape(), []
+    with SimulatedDevice() as device:
+        backend = SimulatedBackend(device, "in a test")
+        for overlap in (False, True):
+            example.engine.Engine(backend, prompts(example, shape), shape, 0, Watched, overlap=overlap).serve(20)
+    assert min(lowest[:20]) >= 0
+    assert min(lowest[20:]) < 0
+
+
 def scheduled(example, steps, lag=1, **options):
-    """(cache, chunks) of each step of a scheduler whose tokens all are 7, and arrive `lag` steps late."""
+    """(scheduler, cache, chunks) of each step of a scheduler whose tokens all are 7, and arrive `lag` steps late."""
     shape = example.engine.Shape(**options)
     cache = example.kv_cache.KvCache(shape.batch, shape.blocks, shape.block_tokens, shape.width)
     scheduler = example.scheduler.Scheduler(prompts(example, shape), cache, shape.chunk)
     under_way = []
     for _ in range(steps):
         chunks = scheduler.step()
-        yield cache, chunks
+        yield scheduler, cache, chunks
         under_way.append(chunks)
         if len(under_way) > lag or not chunks:
             late = under_way.pop(0)
@@ -146,7 +187,7 @@ def scheduled(example, steps, lag=1, **options):
 
 def test_block_that_is_written_belongs_to_its_writer_alone(example):
     shared = 0
-    for cache, chunks in scheduled(example, 300):
+    for _, cache, chunks in scheduled(example, 300):
         writers = {}
         for chunk in chunks:
             first, end = chunk.start // cache.block_tokens, -(-(chunk.start + chunk.count) // cache.block_tokens)
@@ -163,7 +204,7 @@ def test_block_that_is_written_belongs_to_its_writer_alone(example):
 
 
 def test_map_holds_the_blocks_of_each_slot_and_null_blocks_behind_them(example):
-    for cache, chunks in scheduled(example, 100):
+    for _, cache, chunks in scheduled(example, 100):
         for chunk in chunks:
             blocks = chunk.sequence.blocks
             row = cache.map[chunk.sequence.slot].tolist()
@@ -171,10 +212,28 @@ def test_map_holds_the_blocks_of_each_slot_and_null_blocks_behind_them(example):
             assert len(blocks) == -(-chunk.sequence.computed // cache.block_tokens)
 
 
-def test_scheduler_makes_progress_however_late_tokens_come(example):
-    for lag in (0, 1, 3):
-        steps = list(scheduled(example, 200, lag=lag, blocks=40))
-        assert sum(chunk.samples for _, chunks in steps for chunk in chunks) > 200
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_scheduler_needs_of_the_device_only_the_last_token_of_a_slot(example, lag):
+    made, samples, restarted = {}, 0, 0
+    for scheduler, _, chunks in scheduled(example, 300, lag=lag, blocks=40):
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if chunk.start + chunk.count > len(sequence.tokens):  # the host has yet to see it
+                assert chunk.count == 1
+                assert made[sequence] == sequence.slot
+            if chunk.samples:
+                made[sequence] = sequence.slot
+        samples += sum(chunk.samples for chunk in chunks)
+        restarted = scheduler.preempted
+    assert samples > 300
+    assert restarted > 10
+
+
+def test_sequences_run_in_order_of_arrival_the_preempted_ones_too(example):
+    for scheduler, _, chunks in scheduled(example, 200, blocks=60):
+        numbers = [scheduler.sequences.index(chunk.sequence) for chunk in chunks]
+        assert numbers == sorted(numbers)
+    assert scheduler.preempted > 10
 
 
 def test_free_block_is_found_by_its_contents_until_it_is_taken(example):

@@ -101,7 +101,6 @@ class Engine:
         self._upload = make_upload(backend, self._cache, shape.batch * shape.chunk)
         device = "cpu" if backend.simulated else backend.device
         self._model = Model(device, seed, shape.batch, shape.blocks, shape.block_tokens, shape.most_tokens)
-        self._spare_slot = shape.batch
         self._lag = 1 if overlap else 0
         # The tokens of one step are read by the host while the next step's are written.
         self._results = deque((backend.pinned_tensor((shape.batch,), torch.int64), backend.event()) for _ in range(2))
@@ -118,7 +117,7 @@ class Engine:
             if not chunks:
                 self._collect()
                 continue
-            step = Step(chunks, self._cache, self._spare_slot)
+            step = Step(chunks, self._cache)
             self._backend.enqueue_layers()  # of a model of a serious size, for the copies to queue behind
             upload_ns.append(self._enqueue(step))
             host_ns.append(time.perf_counter_ns() - began)

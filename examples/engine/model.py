@@ -28,7 +28,7 @@ class StepInputs(NamedTuple):
         rows: [T] int32, which of the N sequences it belongs to.
         columns: [T] int32, which of that sequence's tokens in this step it is.
         last: [N] int32, the sequence's last token among the T.
-        out_slots: [N] int32, where the next token is kept for the step after; the spare slot if there is none.
+        slots: [N] int32, the sequence's slot, where its next token is kept for the step after.
         table: [N, W] int32, the sequences' blocks.
     """
 
@@ -38,7 +38,7 @@ class StepInputs(NamedTuple):
     rows: torch.Tensor
     columns: torch.Tensor
     last: torch.Tensor
-    out_slots: torch.Tensor
+    slots: torch.Tensor
     table: torch.Tensor
 
 
@@ -48,7 +48,7 @@ class Model:
     Args:
         device: a GPU, or "cpu" for the kernels of a simulated device.
         seed: of the weights.
-        slots: sequences that run at once; one more is the spare.
+        slots: sequences that run at once.
         blocks: blocks of the cache.
         block_tokens: tokens a block.
         most_tokens: of one sequence.
@@ -80,7 +80,7 @@ class Model:
         self._block_tokens = block_tokens
         shape = (_LAYERS, 2, blocks * block_tokens, _HEADS, _WIDTH // _HEADS)
         self._cache = torch.zeros(shape, dtype=_DTYPE, device=device)
-        self._last_tokens = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self._last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def step(self, inputs: StepInputs, most_columns: int) -> torch.Tensor:
@@ -117,7 +117,7 @@ class Model:
             x = x + attended.transpose(1, 2)[rows, columns].flatten(1) @ out
             x = x + functional.gelu(_norm(x) @ up) @ down
         next_tokens = (_norm(x[inputs.last.clamp(0, tokens - 1)]) @ self._head).argmax(-1)
-        self._last_tokens[inputs.out_slots.clamp(0, len(self._last_tokens) - 1)] = next_tokens
+        self._last_tokens[inputs.slots.clamp(0, len(self._last_tokens) - 1)] = next_tokens
         return next_tokens
 
 

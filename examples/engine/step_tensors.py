@@ -47,19 +47,18 @@ class Step:
         width: blocks of its longest sequence.
     """
 
-    def __init__(self, chunks: list[Chunk], cache: KvCache, spare_slot: int) -> None:
+    def __init__(self, chunks: list[Chunk], cache: KvCache) -> None:
         self.chunks = chunks
         self.slots = torch.tensor([chunk.sequence.slot for chunk in chunks])
         self.tokens = sum(chunk.count for chunk in chunks)
         self.most_columns = max(chunk.count for chunk in chunks)
         self.width = max(len(chunk.sequence.blocks) for chunk in chunks)
         self._block_tokens = cache.block_tokens
-        self._spare_slot = spare_slot
 
     def write(self, host: StepTensors) -> None:
         """Writes the step into the host's tensors."""
         columns: list[list[int]] = [[] for _ in (*_PER_TOKEN, *_PER_SEQUENCE)]
-        ids, positions, cache_slots, rows, places, last, out_slots = columns
+        ids, positions, cache_slots, rows, places, last, slots = columns
         for row, chunk in enumerate(self.chunks):
             sequence, span = chunk.sequence, range(chunk.start, chunk.start + chunk.count)
             known = sequence.tokens[span.start : span.stop]
@@ -71,6 +70,6 @@ class Step:
             rows += [row] * chunk.count
             places += range(chunk.count)
             last.append(len(ids) - 1)
-            out_slots.append(sequence.slot if chunk.samples else self._spare_slot)
+            slots.append(sequence.slot)
         for tensor, values in zip(host.live(self.tokens, len(self.chunks)), columns, strict=True):
             tensor.numpy()[:] = values
