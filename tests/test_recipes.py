@@ -74,7 +74,7 @@ class Stage:
 
     def names(self):
         return {
-            "torch": torch, "np": np, "pinstage": pinstage, "device": self.device, "stream": self.device.default_stream,
+            "torch": torch, "np": np, "pinstage": pinstage, "device": self.device, "stream": self.device.current_stream,
             "pinned": lambda shape, dtype: torch.zeros(shape, dtype=dtype), "on_device": self.device.zeros,
             "kernel": self.kernel, "raw_kernel": self.raw_kernel,
         }  # fmt: skip
@@ -119,7 +119,7 @@ class Stage:
 
 def play(variant, monkeypatch, **options):
     """(kernels, wrong ones) of a variant."""
-    with SimulatedDevice(**options) as device:
+    with SimulatedDevice(**options) as device, device.stream():
         device.make_current()
         stage = Stage(device)
         with monkeypatch.context() as patched:

@@ -108,6 +108,11 @@ class Engine:
 
     def serve(self, steps: int, on_step: Callable[[], object] = lambda: None) -> Served:
         """Runs some steps, and collects their tokens."""
+        self._backend.synchronize()  # what the constructor enqueued
+        with self._backend.own_stream():
+            return self._serve(steps, on_step)
+
+    def _serve(self, steps: int, on_step: Callable[[], object]) -> Served:
         host_ns: list[int] = []
         upload_ns: list[int] = []
         start = time.perf_counter_ns()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -66,6 +66,10 @@ class Backend(ABC):
     @abstractmethod
     def bare_copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Enqueues an asynchronous copy to the device that nothing guards."""
+
+    @abstractmethod
+    def own_stream(self) -> AbstractContextManager[object]:
+        """Makes a new stream current for a block: the default stream takes no batches of copies."""
 
     @abstractmethod
     def launch(self, kernel: Callable[[], object]) -> None:
@@ -135,6 +139,10 @@ class CudaBackend(Backend):
         dst.copy_(src, non_blocking=True)
 
     @override
+    def own_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+
+    @override
     def launch(self, kernel: Callable[[], object]) -> None:
         kernel()
 
@@ -197,6 +205,10 @@ class SimulatedBackend(Backend):
     @override
     def bare_copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         self.device.copy_async(dst, src)
+
+    @override
+    def own_stream(self) -> AbstractContextManager[object]:
+        return self.device.stream()
 
     @override
     def launch(self, kernel: Callable[[], object]) -> None:
