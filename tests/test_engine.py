@@ -157,9 +157,9 @@ def test_tokens_are_those_of_the_model_without_a_cache(example):
 
 def test_only_with_overlap_tokens_go_from_step_to_step_on_the_device(example):
     class Watched(example.uploads.BlockingUpload):
-        def _send(self, dsts, srcs, table, step):
+        def _send(self, dsts, srcs, step):
             lowest.append(int(srcs[0].min()))
-            super()._send(dsts, srcs, table, step)
+            super()._send(dsts, srcs, step)
 
     shape, lowest = example.engine.Shape(), []
     with SimulatedDevice() as device:
@@ -171,14 +171,15 @@ def test_only_with_overlap_tokens_go_from_step_to_step_on_the_device(example):
 
 
 def scheduled(example, steps, lag=1, **options):
-    """(scheduler, cache, chunks) of each step of a scheduler whose tokens all are 7, and arrive `lag` steps late."""
+    """(scheduler, block map, chunks) of each step of a scheduler whose tokens are all 7 and come `lag` steps late."""
     shape = example.engine.Shape(**options)
-    cache = example.kv_cache.KvCache(shape.batch, shape.blocks, shape.block_tokens, shape.width)
+    block_map = torch.empty(shape.batch, shape.width, dtype=torch.int32)
+    cache = example.kv_cache.KvCache(block_map, shape.blocks, shape.block_tokens)
     scheduler = example.scheduler.Scheduler(prompts(example, shape), cache, shape.chunk)
     under_way = []
     for _ in range(steps):
         chunks = scheduler.step()
-        yield scheduler, cache, chunks
+        yield scheduler, block_map, chunks
         under_way.append(chunks)
         if len(under_way) > lag or not chunks:
             late = under_way.pop(0)
@@ -186,30 +187,30 @@ def scheduled(example, steps, lag=1, **options):
 
 
 def test_block_that_is_written_belongs_to_its_writer_alone(example):
-    shared = 0
-    for _, cache, chunks in scheduled(example, 300):
+    shared, block_tokens = 0, example.engine.Shape.block_tokens
+    for _, _, chunks in scheduled(example, 300):
         writers = {}
         for chunk in chunks:
-            first, end = chunk.start // cache.block_tokens, -(-(chunk.start + chunk.count) // cache.block_tokens)
+            first, end = chunk.start // block_tokens, -(-(chunk.start + chunk.count) // block_tokens)
             assert example.kv_cache.NULL_BLOCK not in chunk.sequence.blocks
             for block in chunk.sequence.blocks[first:end]:
                 assert writers.setdefault(block, chunk) is chunk
         blocks = [block for chunk in chunks for block in chunk.sequence.blocks]
         shared += len(blocks) - len(set(blocks))
         for chunk in chunks:  # others may have found a block that this very step fills, ahead of anyone who reads it
-            first = chunk.start // cache.block_tokens
+            first = chunk.start // block_tokens
             for i, block in enumerate(chunk.sequence.blocks):
                 assert writers.get(block, chunk) is chunk or i < first
     assert shared > 0
 
 
 def test_map_holds_the_blocks_of_each_slot_and_null_blocks_behind_them(example):
-    for _, cache, chunks in scheduled(example, 100):
+    for _, block_map, chunks in scheduled(example, 100):
         for chunk in chunks:
             blocks = chunk.sequence.blocks
-            row = cache.map[chunk.sequence.slot].tolist()
+            row = block_map[chunk.sequence.slot].tolist()
             assert row == blocks + [example.kv_cache.NULL_BLOCK] * (len(row) - len(blocks))
-            assert len(blocks) == -(-chunk.sequence.computed // cache.block_tokens)
+            assert len(blocks) == -(-chunk.sequence.computed // example.engine.Shape.block_tokens)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
@@ -261,7 +262,7 @@ def test_key_of_a_block_tells_all_tokens_ahead_of_it(example):
 
 def test_cache_that_cannot_hold_one_sequence_is_refused(example):
     with pytest.raises(ValueError, match="8 blocks cannot hold one sequence of 8 and the null block"):
-        example.kv_cache.KvCache(slots=2, blocks=8, block_tokens=4, width=8)
+        example.kv_cache.KvCache(torch.empty(2, 8, dtype=torch.int32), blocks=8, block_tokens=4)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

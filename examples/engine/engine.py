@@ -16,7 +16,7 @@ from kv_cache import KvCache
 from model import Model
 from scheduler import Chunk, Scheduler
 from step_tensors import Step
-from uploads import BlockingUpload, Upload
+from uploads import BlockingUpload, MakeUpload
 from workload import Prompt
 
 from pinstage.cli.backends import Backend
@@ -92,13 +92,14 @@ class Engine:
         prompts: Iterator[Prompt],
         shape: Shape,
         seed: int,
-        make_upload: Callable[[Backend, KvCache, int], Upload],
+        make_upload: MakeUpload,
         overlap: bool = True,
     ) -> None:
         self._backend = backend
-        self._cache = KvCache(shape.batch, shape.blocks, shape.block_tokens, shape.width)
-        self._scheduler = Scheduler(prompts, self._cache, shape.chunk)
-        self._upload = make_upload(backend, self._cache, shape.batch * shape.chunk)
+        self._upload = make_upload(backend, shape.batch, shape.width, shape.batch * shape.chunk)
+        cache = KvCache(self._upload.map, shape.blocks, shape.block_tokens)
+        self._scheduler = Scheduler(prompts, cache, shape.chunk)
+        self._block_tokens = shape.block_tokens
         device = "cpu" if backend.simulated else backend.device
         self._model = Model(device, seed, shape.batch, shape.blocks, shape.block_tokens, shape.most_tokens)
         self._lag = 1 if overlap else 0
@@ -118,13 +119,15 @@ class Engine:
         start = time.perf_counter_ns()
         while len(host_ns) < steps:
             began = time.perf_counter_ns()
+            self._upload.wait_before_refill()  # the scheduler writes the block map
+            waited = time.perf_counter_ns()
             chunks = self._scheduler.step()
             if not chunks:
                 self._collect()
                 continue
-            step = Step(chunks, self._cache)
+            step = Step(chunks, self._block_tokens)
             self._backend.enqueue_layers()  # of a model of a serious size, for the copies to queue behind
-            upload_ns.append(self._enqueue(step))
+            upload_ns.append(waited - began + self._enqueue(step))
             host_ns.append(time.perf_counter_ns() - began)
             while len(self._under_way) > self._lag:
                 self._collect()
@@ -142,14 +145,11 @@ class Engine:
         )
 
     def _enqueue(self, step: Step) -> int:
-        """Enqueues a step; returns the nanoseconds that its upload took the host."""
-        began = time.perf_counter_ns()
-        self._upload.wait_before_refill()
-        waited = time.perf_counter_ns()
+        """Enqueues a step; returns the nanoseconds that its copies took the host."""
         step.write(self._upload.host)
-        written = time.perf_counter_ns()
+        began = time.perf_counter_ns()
         inputs = self._upload.send(step)
-        sent = time.perf_counter_ns()
+        copied = time.perf_counter_ns() - began
         host_tokens, done = self._results[0]
 
         def kernel() -> None:
@@ -160,7 +160,7 @@ class Engine:
         done.record()
         self._results.rotate(-1)
         self._under_way.append(step.chunks)
-        return waited - began + sent - written
+        return copied
 
     def _collect(self) -> None:
         """Waits for the oldest step under way, and hands its tokens to the scheduler."""

@@ -95,21 +95,18 @@ class KvCache:
     """The blocks of all sequences, and the host's map of them.
 
     Args:
-        slots: sequences that run at once.
+        block_map: [slots, width] int32 on the host: written to hold the blocks of the sequence in each slot, then null
+            blocks.
         blocks: blocks of the cache, the null block among them.
         block_tokens: tokens a block.
-        width: most blocks of one sequence.
-
-    Attributes:
-        map: [slots, width] int32 on the host: the blocks of the sequence in each slot, then null blocks.
     """
 
-    def __init__(self, slots: int, blocks: int, block_tokens: int, width: int) -> None:
+    def __init__(self, block_map: torch.Tensor, blocks: int, block_tokens: int) -> None:
+        slots, width = block_map.shape
         if blocks <= width:
             raise ValueError(f"{blocks} blocks cannot hold one sequence of {width} and the null block")
         self.block_tokens = block_tokens
-        self.map = torch.full((slots, width), NULL_BLOCK, dtype=torch.int32)
-        self._rows = self.map.numpy()
+        self._rows = block_map.fill_(NULL_BLOCK).numpy()
         self._pool = BlockPool(blocks)
         self._free_slots = list(range(slots))
 

@@ -19,7 +19,7 @@ _DTYPE = torch.float64
 
 
 class StepInputs(NamedTuple):
-    """What a step reads from the device's memory, uploaded by the host. Over T tokens of N sequences in B rows of W.
+    """What a step reads from the device's memory, uploaded by the host. Over T tokens of N sequences in S slots.
 
     Attributes:
         token_ids: [T] int64; -1 - slot stands for the token that the step before made for that slot.
@@ -29,7 +29,7 @@ class StepInputs(NamedTuple):
         columns: [T] int32, which of that sequence's tokens in this step it is.
         last: [N] int32, the sequence's last token among the T.
         slots: [N] int32, the sequence's slot, where its next token is kept for the step after.
-        table: [N, W] int32, the sequences' blocks.
+        map: [S, W] int32, the blocks of the sequence in each slot.
     """
 
     token_ids: torch.Tensor
@@ -39,7 +39,7 @@ class StepInputs(NamedTuple):
     columns: torch.Tensor
     last: torch.Tensor
     slots: torch.Tensor
-    table: torch.Tensor
+    map: torch.Tensor
 
 
 class Model:
@@ -93,12 +93,13 @@ class Model:
             inputs: of the step.
             most_columns: most tokens of one sequence among them.
         """
-        tokens, (sequences, width) = len(inputs.token_ids), inputs.table.shape
+        tokens, sequences, width = len(inputs.token_ids), len(inputs.slots), inputs.map.shape[1]
+        slots = inputs.slots.clamp(0, len(self._last_tokens) - 1)
         rows, columns = inputs.rows.clamp(0, sequences - 1), inputs.columns.clamp(0, most_columns - 1)
         token_positions = inputs.positions.clamp(0, len(self._place) - 1)
         cache_slots = inputs.cache_slots.clamp(0, self._blocks * self._block_tokens - 1)
         places = torch.arange(self._block_tokens, device=cache_slots.device)
-        keys_at = (inputs.table.clamp(0, self._blocks - 1)[:, :, None] * self._block_tokens + places).flatten(1)
+        keys_at = (inputs.map[slots].clamp(0, self._blocks - 1)[:, :, None] * self._block_tokens + places).flatten(1)
         positions = token_positions.new_zeros(sequences, most_columns)
         positions[rows, columns] = token_positions
         visible = torch.arange(width * self._block_tokens, device=keys_at.device) <= positions[:, None, :, None]
@@ -117,7 +118,7 @@ class Model:
             x = x + attended.transpose(1, 2)[rows, columns].flatten(1) @ out
             x = x + functional.gelu(_norm(x) @ up) @ down
         next_tokens = (_norm(x[inputs.last.clamp(0, tokens - 1)]) @ self._head).argmax(-1)
-        self._last_tokens[inputs.slots.clamp(0, len(self._last_tokens) - 1)] = next_tokens
+        self._last_tokens[slots] = next_tokens
         return next_tokens
 
 

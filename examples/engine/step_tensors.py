@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from kv_cache import KvCache
 from scheduler import Chunk
 
-# In the order of model.StepInputs, without the table.
+# In the order of model.StepInputs, without the map.
 _PER_TOKEN = (torch.int64, torch.int64, torch.int64, torch.int32, torch.int32)
 _PER_SEQUENCE = (torch.int32, torch.int32)
 
@@ -41,19 +40,17 @@ class Step:
 
     Attributes:
         chunks: the batch.
-        slots: of its sequences, int64 on the host: the rows of the block map that make up its table.
         tokens: how many.
         most_columns: most tokens of one sequence.
         width: blocks of its longest sequence.
     """
 
-    def __init__(self, chunks: list[Chunk], cache: KvCache) -> None:
+    def __init__(self, chunks: list[Chunk], block_tokens: int) -> None:
         self.chunks = chunks
-        self.slots = torch.tensor([chunk.sequence.slot for chunk in chunks])
         self.tokens = sum(chunk.count for chunk in chunks)
         self.most_columns = max(chunk.count for chunk in chunks)
         self.width = max(len(chunk.sequence.blocks) for chunk in chunks)
-        self._block_tokens = cache.block_tokens
+        self._block_tokens = block_tokens
 
     def write(self, host: StepTensors) -> None:
         """Writes the step into the host's tensors."""
