@@ -34,9 +34,12 @@ class Upload(ABC):
     def __init__(self, backend: Backend, slots: int, width: int, tokens: int) -> None:
         self._backend = backend
         self.host = StepTensors(self._host_tensor, tokens, slots)
-        self.map = self._host_tensor((slots, width), torch.int32)
         self._device = StepTensors(backend.device_tensor, tokens, slots)
-        self._device_map = backend.device_tensor((slots, width))
+        self.map, self._device_map = self._make_map(slots, width)
+
+    def _make_map(self, slots: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The block map on the host and on the device."""
+        return self._host_tensor((slots, width), torch.int32), self._backend.device_tensor((slots, width))
 
     def _host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -95,7 +98,7 @@ class EventWaitUpload(BareUpload):
 
 
 class PinstageUpload(Upload):
-    """Ordinary tensors, in one submission, and of the map the live columns only.
+    """Ordinary tensors in one submission, and a table for the map, of which the live columns of changed rows are sent.
 
     Args:
         backend: the device.
@@ -108,13 +111,21 @@ class PinstageUpload(Upload):
     def __init__(
         self, backend: Backend, slots: int, width: int, tokens: int, pool: pinstage.StagingPool | None = None
     ) -> None:
-        super().__init__(backend, slots, width, tokens)
         self._pool = pool
+        super().__init__(backend, slots, width, tokens)
+
+    @override
+    def _make_map(self, slots: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # Compared with what was last sent: the scheduler need not know that somebody wants to be told of its writes.
+        self._table = pinstage.StagedTable(
+            (slots, width), torch.int32, self._backend.device, track="compare", pool=self._pool
+        )
+        return self._table.host, self._table.device
 
     @override
     def _send(self, dsts: list[torch.Tensor], srcs: list[torch.Tensor], step: Step) -> None:
-        live = slice(None), slice(step.width)
-        pinstage.copy_batch_([*dsts, self._device_map[live]], [*srcs, self.map[live]], pool=self._pool)
+        pinstage.copy_batch_(dsts, srcs, pool=self._pool)
+        self._table.commit(width=step.width)
 
 
 # Of a backend, slots, width and tokens, as Upload says.
