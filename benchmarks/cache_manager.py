@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from bulk import to_completion
-from measure import Call, interleaved, print_table, size_name, write_json
+from measure import SETTLED, Call, interleaved, print_table, size_name, write_json
 from overhead import floor
 from small import METADATA
 from steps import generated_requests, serve, traced_requests
@@ -234,7 +234,7 @@ def call_by_call(args: argparse.Namespace) -> list[dict[str, Any]]:
         work = make()
         check(work)
         rounds = args.rounds if work.live < 1 << 19 else max(args.rounds // 4, 5)
-        times = interleaved(work.ways, rounds, synchronize=torch.cuda.synchronize, block=args.block)
+        times = interleaved(work.ways, rounds, synchronize=torch.cuda.synchronize, block=args.block, settle=SETTLED)
         ours = next(iter(times.values())).median
         print(f"\n{work.name}, {size_name(work.live)} live")
         print_table(
