@@ -358,6 +358,7 @@ void Device::sweep() {
 }
 
 void Device::release_pools() {
+  if (!usable()) return;
   try {
     poll_all();
   } catch (const Error&) {
@@ -366,6 +367,13 @@ void Device::release_pools() {
   std::vector<std::shared_ptr<Pool>> pools;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    // No fence may outlive the pool of its slot: what has not passed by now never will.
+    for (Fifo* fifo : retirement_.fifos()) {
+      while (!fifo->empty()) {
+        const Fence fence = fifo->pop();
+        if (fence.slot != nullptr) fence.slot->pool->fence_failed(fence.slot, status::kDeinitialized);
+      }
+    }
     pools.swap(pools_);
     for (const std::shared_ptr<Pool>& pool : pools) pool->discard_empty_slabs();
   }

@@ -462,3 +462,21 @@ def test_pools_buffers_views_and_devices_end_in_any_order(end):
         if end == "device" and order[-1] == end:
             assert ending.dev.host_allocations == 0, order
         del ending
+
+
+def test_device_ends_although_its_fences_cannot_be_asked_for():
+    """A fence that is pending when its device closes outlives the pool of its slot by nothing."""
+    for end in ("close", "collect"):
+        dev = SimulatedDevice()
+        dev.make_current()
+        pool, dst = pinstage.StagingPool(dev), dev.zeros(64)
+        pinstage.copy_(dst, torch.ones(64), pool=pool)
+        core = pool.device
+        dev.fail("cuEventQuery", times=2)
+        del pool
+        dev.close()
+        if end == "collect":
+            del dev, dst
+            gc.collect()
+        core.shutdown()  # once more: as when the last reference to it dies
+        del core
