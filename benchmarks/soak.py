@@ -463,14 +463,13 @@ def run(args: argparse.Namespace) -> int:
     except ImportError:
         print('rich is not installed; pip install "pinstage[cli]"', file=sys.stderr)
         return 2
+    machine: Machine = Gpu(args.control) if torch.cuda.is_available() else Simulation(args.control)
     try:
-        machine: Machine = Gpu(args.control) if torch.cuda.is_available() else Simulation(args.control)
-        with progress(args.seconds) as show:
+        with contextlib.closing(machine), progress(args.seconds) as show:
             figures = soak(machine, args, show)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
-    machine.close()
     report(figures)
     write_json(args.json, "soak", figures)
     return 1 if figures["wrong_bytes"] else 0
