@@ -1,9 +1,9 @@
 // Copyright (c) 2026 The pinstage authors.
 // SPDX-License-Identifier: Apache-2.0
 //
-// torch tensors without linking torch: read and made through the DLPack C exchange API of torch.Tensor (50-70 ns a
-// tensor), plus the few Python entry points that tell what DLPack does not carry. Every function needs the GIL, and
-// none runs under a lock of ours.
+// torch tensors without linking torch: read through torch's C shims or its DLPack C exchange API, made through the
+// latter, and asked for what neither carries (torch_access.h). Every function needs the GIL, and none runs under a lock
+// of ours.
 #pragma once
 
 #include <cstdint>
