@@ -77,17 +77,22 @@ def wait():
     ticket.wait()
 threading.Thread(target=wait, daemon=True).start()
 begun.wait()""",
+    # Of parts made before: a slice made while the interpreter goes away would abort in torch (Python before 3.14).
     "thread_copying": """
+part, few = dst[:100], source[:100]
 def copies():
     while True:
-        pinstage.copy_(dst[:100], source[:100], pool=pool)
+        pinstage.copy_(part, few, pool=pool)
 threading.Thread(target=copies, daemon=True).start()
 while pool.stats().copies < 100:
     pass""",
     "device_lost": "pinstage.copy_(dst, source, pool=pool)\ndev.lose()",
     "copy_at_exit": "atexit.register(lambda: pinstage.copy_(dst, source, pool=pool))",
 }
-LEFTOVERS["everything"] = "\n".join(LEFTOVERS[name] for name in LEFTOVERS if name != "device_lost")
+# Without the copy at exit, which rightly waits where the copying thread has filled the pool behind the gate.
+LEFTOVERS["everything"] = "\n".join(
+    LEFTOVERS[name] for name in LEFTOVERS if name not in ("device_lost", "copy_at_exit")
+)
 
 
 @pytest.mark.parametrize(
