@@ -151,7 +151,7 @@ bool try_copy_rows(nb::handle dst, nb::handle src, nb::handle index, int dim, nb
   if (!plan_checked_gather(s, x, dim, &rows) || !takes_rows(d, s, dim, rows.count)) return false;
   const TensorView part = narrow(d, dim, rows.count);
   return snapshot(dst, src, part, given_pool, [&](Pool& pool, const CopyPlan& plan, Stream stream) {
-    stage_rows(pool, plan, part.data, rows, stream, wait_for({}));
+    stage_rows(pool, plan, reinterpret_cast<DevicePtr>(part.data), rows, stream, wait_for({}));
   });
 }
 

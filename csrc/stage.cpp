@@ -80,20 +80,25 @@ void stage_converted(Pool& pool, const CopyPlan& plan, const TensorView& dst, co
              [&](char* slot) { convert(slot, src.data, static_cast<std::int64_t>(plan.nbytes() / to)); });
 }
 
-void stage_rows(Pool& pool, const CopyPlan& plan, char* dst, Gather rows, Stream stream, const Wait& wait) {
+void stage_rows(Pool& pool, const CopyPlan& plan, DevicePtr dst, Gather rows, Stream stream, const Wait& wait,
+                Ticket* ticket) {
   const std::size_t piece = pool.piece_bytes(plan.nbytes());
   if (piece < plan.nbytes()) {
     rows.cached = Team::instance().threads() > 1;
-    stage_in_pieces(pool, plan, reinterpret_cast<DevicePtr>(dst), stream, wait, piece,
-                    static_cast<std::size_t>(rows.row_bytes), [&](char* slot, std::size_t begin, std::size_t n) {
+    stage_in_pieces(pool, plan, dst, stream, wait, piece, static_cast<std::size_t>(rows.row_bytes),
+                    [&](char* slot, std::size_t begin, std::size_t n) {
                       gather_part(rows, static_cast<std::int64_t>(begin), static_cast<std::int64_t>(begin + n), slot);
                     });
+    if (ticket != nullptr) *ticket = pool.device().fence(stream);
     return;
   }
-  pool.stage(plan.nbytes(), plan, reinterpret_cast<DevicePtr>(dst), stream, wait, [&](char* slot) {
-    rows.dst = slot;
-    gather_in_parallel(rows);
-  });
+  pool.stage(
+      plan.nbytes(), plan, dst, stream, wait,
+      [&](char* slot) {
+        rows.dst = slot;
+        gather_in_parallel(rows);
+      },
+      ticket);
 }
 
 void stage_segments(Pool& pool, const CopyPlan& plan, char* dst, const std::vector<Segment>& segments, Stream stream,

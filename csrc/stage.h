@@ -28,7 +28,9 @@ void stage_converted(Pool& pool, const CopyPlan& plan, const TensorView& dst, co
                      Stream stream, const Wait& wait);
 
 // dst <- the gathered rows; `rows` with its destination left out: it is filled in with the slot. The index was checked.
-void stage_rows(Pool& pool, const CopyPlan& plan, char* dst, Gather rows, Stream stream, const Wait& wait);
+// *ticket is done when all of them have arrived.
+void stage_rows(Pool& pool, const CopyPlan& plan, DevicePtr dst, Gather rows, Stream stream, const Wait& wait,
+                Ticket* ticket = nullptr);
 
 // dst <- the segments, one behind the other; together they have plan.nbytes() bytes.
 void stage_segments(Pool& pool, const CopyPlan& plan, char* dst, const std::vector<Segment>& segments, Stream stream,

@@ -9,7 +9,7 @@
 #include <new>
 #include <string>
 
-#include "bulk.h"
+#include "stage.h"
 #include "team.h"
 
 namespace pinstage {
@@ -118,8 +118,7 @@ void Table::find_changes(const NamedRows& named, const Window& window, std::vect
     const std::int64_t threads = std::min<std::int64_t>(team.threads(), nbytes / (kCompareAlone / 2));
     job.rows = std::max<std::int64_t>(named.count * (kCompareAlone / 4) / nbytes, 1);
     const std::int64_t chunks = (named.count + job.rows - 1) / job.rows;
-    constexpr std::int64_t kWorthWaking = 1 << 20;
-    if (team.run(chunks, static_cast<int>(threads), nbytes >= kWorthWaking, &Job::run, &job)) return;
+    if (team.run(chunks, static_cast<int>(threads), static_cast<std::size_t>(nbytes), &Job::run, &job)) return;
     job.rows = named.count;
   }
   Job::run(&job, 0);
@@ -278,30 +277,6 @@ Gather part_of(const Gather& all, const std::vector<std::int32_t>& lines, std::i
   return g;
 }
 
-// dst <- lines, in one slot or in pieces.
-void stage_lines(Pool& pool, const CopyPlan& plan, DevicePtr dst, Stream stream, const Wait& wait, const Gather& lines,
-                 Ticket* ticket) {
-  const std::size_t nbytes = plan.nbytes(), piece = pool.piece_bytes(nbytes);
-  if (piece < nbytes) {
-    Gather all = lines;
-    all.cached = Team::instance().threads() > 1;
-    stage_in_pieces(pool, plan, dst, stream, wait, piece, static_cast<std::size_t>(lines.row_bytes),
-                    [&](char* slot, std::size_t begin, std::size_t n) {
-                      gather_part(all, static_cast<std::int64_t>(begin), static_cast<std::int64_t>(begin + n), slot);
-                    });
-    *ticket = pool.device().fence(stream);
-    return;
-  }
-  pool.stage(
-      nbytes, plan, dst, stream, wait,
-      [&](char* slot) {
-        Gather g = lines;
-        g.dst = slot;
-        gather_in_parallel(g);
-      },
-      ticket);
-}
-
 }  // namespace
 
 std::optional<Ticket> Table::send(const Taken& taken, Pool& pool, DevicePtr dst, Stream stream, const Wait& wait) {
@@ -332,7 +307,7 @@ std::optional<Ticket> Table::send(const Taken& taken, Pool& pool, DevicePtr dst,
 
   Ticket ticket{pool.shared_device()};
   if (copies.size() == 1 || pool.piece_bytes(nbytes) < nbytes) {
-    for (const Copy& copy : copies) stage_lines(pool, copy.plan, copy.dst, stream, wait, copy.lines, &ticket);
+    for (const Copy& copy : copies) stage_rows(pool, copy.plan, copy.dst, copy.lines, stream, wait, &ticket);
     return ticket;
   }
   pool.stage_several(
@@ -387,9 +362,9 @@ Ticket Table::send_rows(const NamedRows& index, const Window& window, Pool& pool
   }
   const std::vector<std::int32_t> numbers = line_numbers(rows, window);
   Ticket ticket{pool.shared_device()};
-  stage_lines(pool, plan, dst, stream, wait,
-              part_of(gather_of(window, host_), numbers, 0, static_cast<std::int64_t>(numbers.size()), nullptr),
-              &ticket);
+  const Gather lines =
+      part_of(gather_of(window, host_), numbers, 0, static_cast<std::int64_t>(numbers.size()), nullptr);
+  stage_rows(pool, plan, dst, lines, stream, wait, &ticket);
   return ticket;
 }
 
