@@ -100,10 +100,12 @@ void find_native(PyObject* module) {
   Py_XDECREF(entered);
   Py_XDECREF(normal);
 }
+
 bool same_view(const TensorView& a, const TensorView& b) {
   return a.data == b.data && a.device.type == b.device.type && a.device.id == b.device.id && a.dtype == b.dtype &&
          a.same_shape(b) && std::equal(a.strides, a.strides + a.ndim, b.strides);
 }
+
 // Reading a tensor through the exchange API cost 270 ns, through these 65 (Ice Lake, torch 2.13). Each number that
 // torch gives a dtype is learnt from a tensor of it, read both ways.
 void find_shims(PyObject* module) {
