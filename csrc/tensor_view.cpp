@@ -207,7 +207,7 @@ bool is_inference(PyObject* tensor) {
 }
 
 bool copies_values_only(PyObject* dst, DlDataType dtype, PyObject* src, DlDataType src_dtype) {
-  if (mode_active(dst) || is_neg(dst) || has_names(dst) || has_names(src)) return false;
+  if (mode_active(dst) || is_neg(dst) || is_neg(src) || has_names(dst) || has_names(src)) return false;
   if (!is_integral(dtype) && (watched(dst) || in_dual_level())) return false;
   if (!is_integral(src_dtype) && (watched(src) || in_dual_level())) return false;
   return dtype.code != kDlComplex || !is_conj(dst);

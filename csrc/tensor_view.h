@@ -42,8 +42,8 @@ bool view_tensor(_object* object, TensorView* out);
 // True when torch would do nothing on `dst.copy_(src)` but copy bytes: no mode is active, autograd does not watch, no
 // conjugate or negative bit is set.
 bool copies_bytes_only(_object* dst, _object* src, DlDataType dtype);
-// True when torch would do nothing on `dst.copy_(src)` but convert src's values, its conjugate and negative bits
-// included, and store them as they are.
+// True when torch would do nothing on `dst.copy_(src)` but convert src's values, conjugated where its bit says
+// so, and store them as they are.
 bool copies_values_only(_object* dst, DlDataType dtype, _object* src, DlDataType src_dtype);
 // An inference tensor takes no write outside of torch.inference_mode().
 bool is_inference(_object* tensor);

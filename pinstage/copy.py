@@ -82,6 +82,8 @@ def copy_(dst: torch.Tensor, src: Any, non_blocking: bool = True, *, pool: Stagi
         return _leave_to_torch(dst, src, non_blocking=False)
     with torch.no_grad(), torch._C.DisableTorchFunction():  # of a default device, see _function_mode_active
         if not _core.try_copy(dst, src, pool):
+            if src.dtype != dst.dtype:
+                src = src.resolve_neg()  # torch negates what it has cast, which a bool cannot be
             snapshot(pool, dst, lambda lease, region: lease.fill(_part(src, dst, region)))
     if not non_blocking:
         device.fence(device.current_stream).wait()

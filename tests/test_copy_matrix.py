@@ -105,6 +105,9 @@ class Matrix:
         versions = theirs._version, ours._version
         data, _ = source()
         data = data if isinstance(data, torch.Tensor) else native(data)
+        if isinstance(data, torch.Tensor) and data.dtype != dst_dtype:
+            # To a GPU torch casts the values of a negated or conjugated source, then negates or conjugates them again.
+            data = data.resolve_conj().resolve_neg()
         their_error = attempt(lambda: dst_view(theirs).copy_(data))
         data, memory = source()
         self.pool.reclaim()  # so that what follows may only fail to free, or create

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -231,7 +232,12 @@ MOVES = {
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("source", SOURCES)
 def test_moved_tensor_is_the_one_that_torch_makes(source, move):
-    expected = MOVES[move](SOURCES[source]())
+    try:
+        expected = MOVES[move](SOURCES[source]())
+    except RuntimeError as error:  # memory formats are for dense tensors, and some releases pin no expanded ones
+        with pinstage.staged_copies(), pytest.raises(RuntimeError, match=re.escape(str(error))):
+            MOVES[move](SOURCES[source]())
+        return
     with pinstage.staged_copies() as staged:
         actual = MOVES[move](SOURCES[source]())
     assert staged.copies == 1
