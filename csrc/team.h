@@ -57,7 +57,7 @@ class Team {
   void work(int party, int parties) noexcept;
   void work_for_ever(int worker);
   std::uint64_t await(int worker, std::uint64_t seen);
-  void wake_one();
+  bool wake_one();
 
   // A job's name: its number, and how many parties it has in the low kPartyBits. Never 0, never repeated.
   static constexpr int kPartyBits = 8;
