@@ -14,6 +14,8 @@ namespace {
 // A wait looks for Ctrl-C by itself, but a pipeline at full speed waits too briefly for that. Taking the GIL more often
 // than every 256 MB could cost milliseconds each time, where other Python threads are busy.
 constexpr std::size_t kPiecesPerSignalCheck = 32;
+// The copy engine is idle until the first piece is written, by a team that is still waking up: the first goes in parts.
+constexpr std::size_t kFirstPart = 1 << 20;
 
 std::int64_t index_at(const Gather& g, std::int64_t i) noexcept {
   return g.index_is_64 ? static_cast<const std::int64_t*>(g.index)[i * g.index_stride]
@@ -31,24 +33,27 @@ void stage_in_pieces(Pool& pool, const CopyPlan& plan, DevicePtr dst, Stream str
   };
   std::deque<InFlight> in_flight;
   std::size_t in_flight_bytes = 0, enqueued = 0;
+  const auto stage = [&](const PlanPieces::Piece& piece) {
+    const std::size_t nbytes = piece.plan.nbytes();
+    while (!in_flight.empty() && in_flight_bytes + nbytes > kPiecesInFlight * most) {
+      in_flight.front().ticket.wait(wait);
+      in_flight_bytes -= in_flight.front().nbytes;
+      in_flight.pop_front();
+    }
+    in_flight.push_back({Ticket{pool.shared_device()}, nbytes});
+    pool.stage(
+        nbytes, piece.plan, dst + static_cast<DevicePtr>(piece.dst_offset), stream, wait,
+        [&](char* slot) { fill(slot, piece.begin, nbytes); }, &in_flight.back().ticket);
+    in_flight_bytes += nbytes;
+    enqueued += nbytes;
+  };
   try {
-    for (std::size_t i = 0; i < pieces.count(); ++i) {
-      const PlanPieces::Piece piece = pieces.at(i);
-      const std::size_t nbytes = piece.plan.nbytes();
-      while (!in_flight.empty() && in_flight_bytes + nbytes > kPiecesInFlight * most) {
-        in_flight.front().ticket.wait(wait);
-        in_flight_bytes -= in_flight.front().nbytes;
-        in_flight.pop_front();
-      }
-      if (i % kPiecesPerSignalCheck == kPiecesPerSignalCheck - 1 && wait.interrupted != nullptr && wait.interrupted()) {
-        throw Interrupted{};
-      }
-      in_flight.push_back({Ticket{pool.shared_device()}, nbytes});
-      pool.stage(
-          nbytes, piece.plan, dst + static_cast<DevicePtr>(piece.dst_offset), stream, wait,
-          [&](char* slot) { fill(slot, piece.begin, nbytes); }, &in_flight.back().ticket);
-      in_flight_bytes += nbytes;
-      enqueued += nbytes;
+    const PlanPieces::Piece first = pieces.at(0);
+    const PlanPieces parts(first.plan, std::min(most, kFirstPart), grain);
+    for (std::size_t i = 0; i < parts.count(); ++i) stage(parts.at(i));  // the first piece begins where the whole does
+    for (std::size_t i = 1; i < pieces.count(); ++i) {
+      if (i % kPiecesPerSignalCheck == 0 && wait.interrupted != nullptr && wait.interrupted()) throw Interrupted{};
+      stage(pieces.at(i));
     }
   } catch (const Error& error) {
     if (enqueued == 0) throw;

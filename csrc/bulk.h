@@ -28,8 +28,9 @@ namespace pinstage {
 using PieceFill = std::function<void(char* slot, std::size_t begin, std::size_t nbytes)>;
 
 // dst (laid out as `plan`) <- what `fill` writes, in pieces of at most `most` bytes, cut at multiples of `grain` where
-// that can be. When an Error or Interrupted is thrown after the first piece, what was enqueued is fenced, dst holds a
-// mixture of old and new bytes, and an Error says so.
+// that can be; the first in parts of its own, so that the device can begin early. When an Error or Interrupted is
+// thrown after the first piece, what was enqueued is fenced, dst holds a mixture of old and new bytes, and an Error
+// says so.
 void stage_in_pieces(Pool& pool, const CopyPlan& plan, DevicePtr dst, Stream stream, const Wait& wait, std::size_t most,
                      std::size_t grain, const PieceFill& fill);
 
