@@ -247,6 +247,11 @@ Slot* RecentSlots::take(std::uint64_t nbytes) noexcept {
   return bin.slots[--bin.count];
 }
 
+const char* RecentSlots::next(std::uint64_t nbytes) const noexcept {
+  const Bin& bin = bins_[bin_of(nbytes)];
+  return bin.count == 0 || bin.slots[bin.count - 1]->nbytes != nbytes ? nullptr : bin.slots[bin.count - 1]->data;
+}
+
 bool RecentSlots::keep(Slot* slot) noexcept {
   Bin& bin = bins_[bin_of(slot->nbytes)];
   if (bin.count == kDepth) return false;

@@ -37,7 +37,7 @@ Pool::Prepared Pool::begin(std::uint64_t nbytes, Stream stream, const Wait& wait
   set_state(slot, SlotState::kInFlight);
   ++stats_.copies;
   try {
-    return {slot, device_->reserve(lock, fifo)};
+    return {slot, device_->reserve(lock, fifo), recent_.next(slot->nbytes)};
   } catch (...) {
     --stats_.copies;
     fence_passed(slot);
