@@ -25,6 +25,7 @@ METADATA = [
                    32 * KB, 64 * KB)
     for dtype in (torch.int32, torch.int64)
 ]  # fmt: skip
+TORCH_ALONE = 32768  # elements from which on torch copies on several threads, which then spin
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -228,7 +229,10 @@ def run(args: argparse.Namespace) -> int:
     pinstage.default_pool().reserve(64 << 20)
     batches = {case: measure(batch_calls(dsts), args) for case, dsts in batch_cases().items()}
     lists = {case: measure(list_calls(*data), args) for case, data in list_cases().items()}
-    others = {case: measure(other_calls(*pair), args, SETTLED) for case, pair in other_cases().items()}
+    others = {
+        case: measure(other_calls(*pair), args, SETTLED if pair[0].numel() >= TORCH_ALONE else 0.0)
+        for case, pair in other_cases().items()
+    }
     report("many small copies", batches)
     report("Python lists", lists)
     report("strided and converting copies", others)
