@@ -25,6 +25,13 @@ Call = Callable[[int], object]
 SETTLED = 0.015
 
 
+def pause(seconds: float) -> None:
+    """On this thread, which stays awake."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
 class Host(NamedTuple):
     """Host time of one call, in µs."""
 
@@ -59,9 +66,7 @@ def interleaved(
             name = names[(i + j) % len(names)]
             call = variants[name]
             synchronize()
-            settled = time.perf_counter() + settle
-            while time.perf_counter() < settled:
-                pass
+            pause(settle)
             for k in range(block):
                 start = time.perf_counter_ns()
                 result = call(k)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from measure import Host, print_table
+from measure import SETTLED, Host, pause, print_table
 
 import pinstage
 
@@ -199,6 +199,7 @@ def serve(requests: Iterator[Request], name_of_requests: str, steps: int) -> dic
         ways = list(server.ways().items())
         for name, way in ways[i % len(ways) :] + ways[: i % len(ways)]:
             torch.cuda.synchronize()
+            pause(SETTLED)
             start = time.perf_counter_ns()
             way()
             if i >= WARMUP:
