@@ -48,20 +48,19 @@ bool overlap(const TensorView& a, const TensorView& b) {
 
 // --- snapshots: true when done, false when the call is not one for the fast path (nothing happened then) ---
 
-// What every snapshot does once its tensors are viewed: `part` of dst is written, `stage(pool, plan, stream)` enqueues
-// it.
+// What every snapshot does once its tensors are viewed, and found to be bytes and nothing else: `part` of dst is
+// written, `stage(pool, plan, stream, no_gil)` enqueues it.
 template <class Stage>
-bool snapshot(nb::handle dst, nb::handle src, const TensorView& part, nb::handle given_pool, Stage&& stage) {
+bool snapshot(nb::handle dst, const TensorView& part, nb::handle given_pool, bool in_pieces, Stage&& stage) {
   CopyPlan plan;
   if (part.numel() == 0 || !plan_copy(part.ndim, part.shape, part.strides, part.itemsize(), &plan)) return false;
-  if (!copies_bytes_only(dst.ptr(), src.ptr(), part.dtype)) return false;
   const std::shared_ptr<Pool> pool = pool_for(part, given_pool);
-  if (pool == nullptr) return false;
+  if (pool == nullptr || (!in_pieces && pool->piece_bytes(plan.nbytes()) < plan.nbytes())) return false;
   const Stream stream = pool->device().current_stream();
   if (!bump_version(dst.ptr())) return false;
   {
-    const ReleasedGil no_gil;
-    stage(*pool, plan, stream);
+    ReleasedGil no_gil;
+    stage(*pool, plan, stream, no_gil);
   }
   // The copy is under way: a warning that is an error must not make it look as if it were not.
   if (!warn(*pool)) PyErr_WriteUnraisable(dst.ptr());
@@ -71,23 +70,15 @@ bool snapshot(nb::handle dst, nb::handle src, const TensorView& part, nb::handle
 // A source that torch's own CPU copy takes into the slot: of another dtype, or scattered in memory. What goes in pieces
 // is Python's.
 bool try_convert(nb::handle dst, const TensorView& d, nb::handle src, const TensorView& s, nb::handle given_pool) {
-  CopyPlan plan;
-  if (d.numel() == 0 || !plan_copy(d.ndim, d.shape, d.strides, d.itemsize(), &plan)) return false;
   if (!copies_values_only(dst.ptr(), d.dtype, src.ptr(), s.dtype)) return false;
-  const std::shared_ptr<Pool> pool = pool_for(d, given_pool);
-  if (pool == nullptr || pool->piece_bytes(plan.nbytes()) < plan.nbytes()) return false;
-  const Stream stream = pool->device().current_stream();
-  if (!bump_version(dst.ptr())) return false;
-  {
-    ReleasedGil no_gil;
-    pool->stage(plan.nbytes(), plan, reinterpret_cast<DevicePtr>(d.data), stream, wait_for({}), [&](char* slot) {
+  const auto stage = [&](Pool& pool, const CopyPlan& plan, Stream stream, ReleasedGil& no_gil) {
+    pool.stage(plan.nbytes(), plan, reinterpret_cast<DevicePtr>(d.data), stream, wait_for({}), [&](char* slot) {
       no_gil.with_gil([&] {
         if (!copy_by_torch(slot, d.ndim, d.shape, d.dtype, src.ptr())) throw Interrupted{};
       });
     });
-  }
-  if (!warn(*pool)) PyErr_WriteUnraisable(dst.ptr());
-  return true;
+  };
+  return snapshot(dst, d, given_pool, false, stage);
 }
 
 bool try_copy(nb::handle dst, nb::handle src, nb::handle given_pool) {
@@ -95,23 +86,24 @@ bool try_copy(nb::handle dst, nb::handle src, nb::handle given_pool) {
   if (!view_tensor(dst.ptr(), &d) || !view_tensor(src.ptr(), &s)) return false;
   if (!on_host(s)) return false;
   const bool one_dtype = d.dtype == s.dtype, dense = d.same_shape(s) && s.contiguous();
+  const bool plain = copies_bytes_only(dst.ptr(), src.ptr(), d.dtype);
   if (one_dtype && dense) {
-    return snapshot(dst, src, d, given_pool, [&](Pool& pool, const CopyPlan& plan, Stream stream) {
-      stage_copy(pool, plan, d, s, stream, wait_for({}));
-    });
+    return plain && snapshot(dst, d, given_pool, true, [&](Pool& pool, const CopyPlan& plan, Stream stream, auto&) {
+             stage_copy(pool, plan, d, s, stream, wait_for({}));
+           });
   }
   Strided rows;
   if (!plan_strided(s.data, s.ndim, s.shape, s.strides, s.itemsize(), d.ndim, d.shape, &rows)) return false;
   const Conversion convert = dense && s.numel() <= kMaxConverted ? conversion(s.dtype, d.dtype) : nullptr;
-  if (convert != nullptr || (one_dtype && suits_rows(rows))) {
-    const auto stage = [&](Pool& pool, const CopyPlan& plan, Stream stream) {
+  if (plain && (convert != nullptr || (one_dtype && suits_rows(rows)))) {
+    const auto stage = [&](Pool& pool, const CopyPlan& plan, Stream stream, auto&) {
       if (convert != nullptr) {
         stage_converted(pool, plan, d, s, convert, stream, wait_for({}));
       } else {
         stage_strided(pool, plan, d, rows, stream, wait_for({}));
       }
     };
-    if (snapshot(dst, src, d, given_pool, stage)) return true;
+    if (snapshot(dst, d, given_pool, true, stage)) return true;
   }
   return try_convert(dst, d, src, s, given_pool);
 }
@@ -150,7 +142,8 @@ bool try_copy_rows(nb::handle dst, nb::handle src, nb::handle index, int dim, nb
   Gather rows;
   if (!plan_checked_gather(s, x, dim, &rows) || !takes_rows(d, s, dim, rows.count)) return false;
   const TensorView part = narrow(d, dim, rows.count);
-  return snapshot(dst, src, part, given_pool, [&](Pool& pool, const CopyPlan& plan, Stream stream) {
+  if (!copies_bytes_only(dst.ptr(), src.ptr(), d.dtype)) return false;
+  return snapshot(dst, part, given_pool, true, [&](Pool& pool, const CopyPlan& plan, Stream stream, auto&) {
     stage_rows(pool, plan, reinterpret_cast<DevicePtr>(part.data), rows, stream, wait_for({}));
   });
 }
@@ -184,7 +177,7 @@ bool try_copy_segments(nb::handle dst, nb::handle sources, nb::handle given_pool
     segments.push_back({s.data, s.nbytes()});
   }
   const TensorView part = narrow(d, 0, rows);
-  return snapshot(dst, held.front(), part, given_pool, [&](Pool& pool, const CopyPlan& plan, Stream stream) {
+  return snapshot(dst, part, given_pool, true, [&](Pool& pool, const CopyPlan& plan, Stream stream, auto&) {
     stage_segments(pool, plan, part.data, segments, stream, wait_for({}));
   });
 }

@@ -12,23 +12,22 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 
-}  // namespace
-
-void stage_copy(Pool& pool, const CopyPlan& plan, const TensorView& dst, const TensorView& src, Stream stream,
-                const Wait& wait) {
-  const std::size_t nbytes = plan.nbytes();
-  const std::size_t piece = pool.piece_bytes(nbytes);
-  if (piece < nbytes) {
-    stage_in_pieces(
-        pool, plan, reinterpret_cast<DevicePtr>(dst.data), stream, wait, piece, kPage,
-        [&](char* slot, std::size_t begin, std::size_t n) { copy_bytes_in_parallel(slot, src.data + begin, n, true); });
+// Through one slot, or piece by piece, cut at multiples of `grain` (bulk.h). `fill(slot, begin, nbytes, in_pieces)`
+// writes that many of the dense bytes, from `begin` on.
+template <class Fill>
+void stage_all(Pool& pool, const CopyPlan& plan, DevicePtr dst, Stream stream, const Wait& wait, std::size_t grain,
+               const Fill& fill, Ticket* ticket = nullptr) {
+  const std::size_t nbytes = plan.nbytes(), piece = pool.piece_bytes(nbytes);
+  if (piece == nbytes) {
+    pool.stage(nbytes, plan, dst, stream, wait, [&](char* slot) { fill(slot, 0, nbytes, false); }, ticket);
     return;
   }
-  pool.stage(nbytes, plan, reinterpret_cast<DevicePtr>(dst.data), stream, wait,
-             [&](char* slot) { copy_bytes_in_parallel(slot, src.data, nbytes); });
+  stage_in_pieces(pool, plan, dst, stream, wait, piece, grain,
+                  [&](char* slot, std::size_t begin, std::size_t n) { fill(slot, begin, n, true); });
+  if (ticket != nullptr) *ticket = pool.device().fence(stream);
 }
 
-namespace {
+DevicePtr address(const TensorView& dst) { return reinterpret_cast<DevicePtr>(dst.data); }
 
 // The bytes [begin, begin + nbytes) of what `source` is densely; they may begin and end in the middle of a row.
 void copy_strided_part(char* dst, const Strided& source, std::size_t begin, std::size_t nbytes) {
@@ -53,66 +52,45 @@ void copy_strided_part(char* dst, const Strided& source, std::size_t begin, std:
 
 }  // namespace
 
+void stage_copy(Pool& pool, const CopyPlan& plan, const TensorView& dst, const TensorView& src, Stream stream,
+                const Wait& wait) {
+  stage_all(pool, plan, address(dst), stream, wait, kPage,
+            [&](char* slot, std::size_t begin, std::size_t n, bool in_pieces) {
+              copy_bytes_in_parallel(slot, src.data + begin, n, in_pieces);
+            });
+}
+
 void stage_strided(Pool& pool, const CopyPlan& plan, const TensorView& dst, const Strided& source, Stream stream,
                    const Wait& wait) {
-  const auto target = reinterpret_cast<DevicePtr>(dst.data);
-  const std::size_t piece = pool.piece_bytes(plan.nbytes());
-  if (piece < plan.nbytes()) {
-    stage_in_pieces(pool, plan, target, stream, wait, piece, static_cast<std::size_t>(source.row_bytes),
-                    [&](char* slot, std::size_t begin, std::size_t n) { copy_strided_part(slot, source, begin, n); });
-    return;
-  }
-  pool.stage(plan.nbytes(), plan, target, stream, wait,
-             [&](char* slot) { copy_strided_in_parallel(slot, source, 0, source.rows); });
+  stage_all(pool, plan, address(dst), stream, wait, static_cast<std::size_t>(source.row_bytes),
+            [&](char* slot, std::size_t begin, std::size_t n, bool) { copy_strided_part(slot, source, begin, n); });
 }
 
 void stage_converted(Pool& pool, const CopyPlan& plan, const TensorView& dst, const TensorView& src, Conversion convert,
                      Stream stream, const Wait& wait) {
-  const auto target = reinterpret_cast<DevicePtr>(dst.data);
-  const std::size_t piece = pool.piece_bytes(plan.nbytes()), to = dst.itemsize(), from = src.itemsize();
-  if (piece < plan.nbytes()) {
-    stage_in_pieces(pool, plan, target, stream, wait, piece, to, [&](char* slot, std::size_t begin, std::size_t n) {
-      convert(slot, src.data + begin / to * from, static_cast<std::int64_t>(n / to));
-    });
-    return;
-  }
-  pool.stage(plan.nbytes(), plan, target, stream, wait,
-             [&](char* slot) { convert(slot, src.data, static_cast<std::int64_t>(plan.nbytes() / to)); });
+  const std::size_t to = dst.itemsize(), from = src.itemsize();
+  stage_all(pool, plan, address(dst), stream, wait, to, [&](char* slot, std::size_t begin, std::size_t n, bool) {
+    convert(slot, src.data + begin / to * from, static_cast<std::int64_t>(n / to));
+  });
 }
 
 void stage_rows(Pool& pool, const CopyPlan& plan, DevicePtr dst, Gather rows, Stream stream, const Wait& wait,
                 Ticket* ticket) {
-  const std::size_t piece = pool.piece_bytes(plan.nbytes());
-  if (piece < plan.nbytes()) {
-    rows.cached = Team::instance().threads() > 1;
-    stage_in_pieces(pool, plan, dst, stream, wait, piece, static_cast<std::size_t>(rows.row_bytes),
-                    [&](char* slot, std::size_t begin, std::size_t n) {
-                      gather_part(rows, static_cast<std::int64_t>(begin), static_cast<std::int64_t>(begin + n), slot);
-                    });
-    if (ticket != nullptr) *ticket = pool.device().fence(stream);
-    return;
-  }
-  pool.stage(
-      plan.nbytes(), plan, dst, stream, wait,
-      [&](char* slot) {
-        rows.dst = slot;
-        gather_in_parallel(rows);
+  stage_all(
+      pool, plan, dst, stream, wait, static_cast<std::size_t>(rows.row_bytes),
+      [&](char* slot, std::size_t begin, std::size_t n, bool in_pieces) {
+        rows.cached = in_pieces && Team::instance().threads() > 1;
+        gather_part(rows, static_cast<std::int64_t>(begin), static_cast<std::int64_t>(begin + n), slot);
       },
       ticket);
 }
 
 void stage_segments(Pool& pool, const CopyPlan& plan, char* dst, const std::vector<Segment>& segments, Stream stream,
                     const Wait& wait) {
-  const std::size_t nbytes = plan.nbytes();
-  const std::size_t piece = pool.piece_bytes(nbytes);
-  const auto fill = [&](char* slot, std::size_t begin, std::size_t n) {
-    concatenate(slot, segments.data(), segments.size(), begin, n);
-  };
-  if (piece < nbytes) {
-    stage_in_pieces(pool, plan, reinterpret_cast<DevicePtr>(dst), stream, wait, piece, kPage, fill);
-    return;
-  }
-  pool.stage(nbytes, plan, reinterpret_cast<DevicePtr>(dst), stream, wait, [&](char* slot) { fill(slot, 0, nbytes); });
+  stage_all(pool, plan, reinterpret_cast<DevicePtr>(dst), stream, wait, kPage,
+            [&](char* slot, std::size_t begin, std::size_t n, bool) {
+              concatenate(slot, segments.data(), segments.size(), begin, n);
+            });
 }
 
 TensorView narrow(const TensorView& dst, int dim, std::int64_t count) {
