@@ -347,8 +347,13 @@ NB_MODULE(_core, m) {
           "wait", [](const Ticket& self, std::optional<double> timeout) { self.wait(wait_for(timeout)); },
           "timeout"_a.none() = nb::none(), Unlocked())
       .def(
-          "wait_on", [](const Ticket& self, std::uintptr_t stream) { self.wait_on(stream_of(stream)); }, "stream"_a,
-          Unlocked());
+          "wait_on",
+          [](const Ticket& self, std::uintptr_t stream, const PyDevice* device) {
+            self.wait_on(stream_of(stream), device != nullptr ? *device->device : *self.device);
+          },
+          "stream"_a, "device"_a.none(), Unlocked(),
+          nb::sig("def wait_on(self, stream: int, device: Device | None) -> None"),
+          "`device`: the stream's; None for the ticket's.");
 
   nb::class_<PyDevice>(m, "Device")
       .def_static("cuda", &cuda_device, "addresses"_a, "context"_a, "index"_a,

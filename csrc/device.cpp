@@ -408,8 +408,12 @@ void Ticket::wait(const Wait& wait) const {
   }
 }
 
-void Ticket::wait_on(Stream stream) const {
+void Ticket::wait_on(Stream stream, const Device& where) const {
   device->require_usable();
+  where.require_usable();
+  if (where.kind() != device->kind()) {
+    throw Error(ErrorKind::kValue, "a stream of " + where.name() + " cannot wait for work on " + device->name());
+  }
   {
     const std::lock_guard<std::mutex> lock(device->mutex_);
     if (cell->generation.load(std::memory_order_relaxed) != generation) return;  // passed: nothing to wait for
@@ -417,9 +421,9 @@ void Ticket::wait_on(Stream stream) const {
   }
   Status status;
   try {
-    Device::Current current(*device);
-    device->require_not_capturing(stream);
-    status = device->driver().stream_wait_event(stream, cell->event, 0);
+    const Device::Current current(where);  // whose default stream stream 0 is
+    where.require_not_capturing(stream);
+    status = where.driver().stream_wait_event(stream, cell->event, 0);
   } catch (...) {
     const std::lock_guard<std::mutex> lock(device->mutex_);
     device->retirement_.unpin(cell);
@@ -429,7 +433,7 @@ void Ticket::wait_on(Stream stream) const {
     const std::lock_guard<std::mutex> lock(device->mutex_);
     device->retirement_.unpin(cell);
   }
-  device->check(status, "cuStreamWaitEvent");
+  where.check(status, "cuStreamWaitEvent");
 }
 
 }  // namespace pinstage

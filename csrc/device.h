@@ -80,8 +80,8 @@ struct Ticket {
   bool done() const;
   // Throws Error(kTimeout) when the time is up.
   void wait(const Wait& wait) const;
-  // Device-side: work enqueued on `stream` from now on runs after the fence; the host goes on.
-  void wait_on(Stream stream) const;
+  // Device-side: work enqueued on `stream` of the device `where` from now on runs after the fence; the host goes on.
+  void wait_on(Stream stream, const Device& where) const;
 };
 
 class Device : public std::enable_shared_from_this<Device> {

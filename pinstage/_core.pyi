@@ -191,7 +191,8 @@ class Ticket:
 
     def wait(self, timeout: float | None = None) -> None: ...
 
-    def wait_on(self, stream: int) -> None: ...
+    def wait_on(self, stream: int, device: Device | None) -> None:
+        """`device`: the stream's; None for the ticket's."""
 
 class Device:
     @staticmethod

@@ -100,21 +100,43 @@ def holding(tensor: torch.Tensor) -> _core.Device | None:
     return None if simulation is None else _simulated(simulation)
 
 
-def stream_handle(stream: StreamLike) -> int:
+def stream_handle(stream: StreamLike, core: _core.Device | None = None) -> int:
     """The driver's handle of a stream argument.
+
+    Args:
+        stream: what the caller passed.
+        core: the device that it has to be of. The default streams of all devices have the same handle, 0: one of
+            another device would be taken for this device's without a word.
 
     Raises:
         TypeError: not a torch stream, an int handle, or an object with ``__cuda_stream__``.
+        ValueError: it says that it is of another device.
     """
     if isinstance(stream, int):
         return stream
-    if isinstance(stream, torch.cuda.Stream):
-        return int(stream.cuda_stream)
-    if hasattr(stream, "__cuda_stream__"):
-        return int(stream.__cuda_stream__()[1])
-    raise TypeError(
-        f"a stream is a torch.cuda.Stream, an int handle or has __cuda_stream__; got {type(stream).__name__}"
-    )
+    if not hasattr(stream, "__cuda_stream__") and not isinstance(stream, torch.cuda.Stream):
+        raise TypeError(
+            f"a stream is a torch.cuda.Stream, an int handle or has __cuda_stream__; got {type(stream).__name__}"
+        )
+    if core is not None and _is_elsewhere(stream, core):
+        raise ValueError(f"{stream!r} is not of {core.name}: pass a stream of that device, or use the stream's device")
+    return int(stream.cuda_stream if isinstance(stream, torch.cuda.Stream) else stream.__cuda_stream__()[1])
+
+
+def _is_elsewhere(stream: StreamLike, core: _core.Device) -> bool:
+    device = getattr(stream, "device", None)
+    if isinstance(device, torch.device):
+        return core.simulation is not None or device.index != core.index
+    simulation = getattr(device, "_core", None)
+    return isinstance(simulation, _core.SimulatedDevice) and simulation is not core.simulation
+
+
+def device_of(stream: StreamLike) -> _core.Device | None:
+    """The device that a stream says it is of; None where it does not say, as an int handle does not."""
+    device = getattr(stream, "device", None)
+    if isinstance(device, torch.device) or isinstance(getattr(device, "_core", None), _core.SimulatedDevice):
+        return resolve(device)
+    return None
 
 
 def empty(core: _core.Device, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

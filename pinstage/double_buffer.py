@@ -146,6 +146,7 @@ class DoubleBuffer:
             LeaseStateError: there is no finished fill.
             CaptureError: a stream is being captured.
             DriverError: the driver refused.
+            TypeError, ValueError: no stream, not a stream, or one of another device.
         """
         return self._after_submit(self._last_fill().retire(*streams))
 

@@ -191,11 +191,12 @@ class Lease:
             LeaseStateError: after the hand-over, or the pool is closed.
             CaptureError: a stream is being captured.
             DriverError: the driver refused.
+            ValueError: a stream of another device. Nothing was fenced.
             TypeError: no stream, or not a stream.
         """
         if not streams:
             raise TypeError("retire needs the streams that read the slot; there is no default")
-        handles = [stream_handle(stream) for stream in streams]
+        handles = [stream_handle(stream, self._pool.device) for stream in streams]
         for handle in handles:
             ticket = self._lease.retire(handle)
         return Ticket(ticket)

@@ -175,7 +175,7 @@ class StagedTable:
         Raises:
             IndexError: a row or plane is negative or past the table; the message names the first, and its place.
             ValueError: a width beyond the table; a pad value that the dtype does not hold; a tensor of the table was
-                resized.
+                resized; a stream of another device.
             TypeError: not an index, a width, planes or a stream.
             CaptureError: the stream is being captured into a CUDA graph. Nothing was enqueued.
             PoolExhausted, DriverError: as `copy_`. The mirror's named rows may hold a mixture of old and new bytes.
@@ -184,7 +184,7 @@ class StagedTable:
         plane, count, live = self._window(planes, width)
         named = self._named(rows)
         core = self._core_device
-        handle = core.current_stream if stream is None else stream_handle(stream)
+        handle = core.current_stream if stream is None else stream_handle(stream, core)
         if not core.usable:
             core.fence(handle)  # raises, and says why
         with self._lock:
@@ -248,7 +248,7 @@ class StagedTable:
         rows = as_index(index)
         core = self._core_device
         part = self._destination(dst, rows.numel(), live, planes)
-        handle = core.current_stream if stream is None else stream_handle(stream)
+        handle = core.current_stream if stream is None else stream_handle(stream, core)
         pool = self._staging()
         ticket = self._core.send_rows(part, rows, plane, count, live, handle, pool) if part.numel() else None
         if ticket is None:  # empty, elsewhere, or laid out as no copy engine writes it well

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 
 from pinstage import _core
-from pinstage.devices import StreamLike, resolve, stream_handle
+from pinstage.devices import StreamLike, device_of, resolve, stream_handle
 from pinstage.errors import DriverError
 
 
@@ -64,13 +64,15 @@ class Ticket:
         """Makes work enqueued on `stream` from now on run after this ticket's; the host goes on at once.
 
         Args:
-            stream: a `torch.cuda.Stream`, an int handle, or an object with ``__cuda_stream__``.
+            stream: a `torch.cuda.Stream`, an int handle, or an object with ``__cuda_stream__``; of any device, but a
+                handle 0 stands for the default stream of the ticket's.
 
         Raises:
             CaptureError: `stream` is being captured.
             DriverError: the driver refused.
+            ValueError: one is of a GPU, the other of a simulated device.
         """
-        self._ticket.wait_on(stream_handle(stream))
+        self._ticket.wait_on(stream_handle(stream), device_of(stream))
 
 
 # Objects kept alive, per device and stream, oldest first: only the head of each is asked.
@@ -97,7 +99,7 @@ def keep_alive(obj: object, stream: StreamLike | None = None, *, device: object 
         obj: any object, typically the pinned tensor that an asynchronous copy or kernel reads.
         stream: the stream of the readers; None is the device's current one. A `torch.cuda.Stream`, an int handle, or an
             object with ``__cuda_stream__``.
-        device: the stream's device; None is the current one.
+        device: the stream's device; None is the one that `stream` says, else the current one.
 
     Returns:
         The ticket of the fence.
@@ -105,6 +107,7 @@ def keep_alive(obj: object, stream: StreamLike | None = None, *, device: object 
     Raises:
         CaptureError: the stream is being captured.
         DriverError: no device, or the driver refused.
+        ValueError: the stream is not of `device`.
 
     Example:
         >>> import torch, pinstage
@@ -113,10 +116,9 @@ def keep_alive(obj: object, stream: StreamLike | None = None, *, device: object 
         ...     ticket = pinstage.keep_alive(torch.zeros(4), dev.default_stream, device=dev)
         ...     ticket.wait()
     """
-    if device is None and stream is not None:
-        device = getattr(stream, "device", None)
-    core = resolve(device)
-    handle = core.current_stream if stream is None else stream_handle(stream)
+    told = device_of(stream) if device is None and stream is not None else None
+    core = told or resolve(device)
+    handle = core.current_stream if stream is None else stream_handle(stream, core)
     ticket = core.fence(handle)
     keep_until(ticket, core, handle, obj)
     release_passed()

@@ -428,12 +428,6 @@ def test_stats_add_up_to_the_capacity_in_every_state(dev):
     del view, dst
 
 
-def test_devices_have_pools_of_their_own():
-    with SimulatedDevice(0) as a, SimulatedDevice(1) as b:
-        assert pinstage.default_pool(a) is not pinstage.default_pool(b)
-        assert repr(pinstage.default_pool(b)).startswith("<StagingPool on simulated:1")
-
-
 def test_threads_wait_for_each_others_unfinished_snapshots():
     """A snapshot that is still being written counts as in flight, yet is not queued: no wait may give up on it."""
     threads, copies, width = 6, 40, 1 << 16

@@ -391,7 +391,7 @@ class Run {
   void ask(const Operation& operation) {
     if (tickets_.empty()) return;
     Asked& asked = tickets_[static_cast<std::size_t>(operation.which) % tickets_.size()];
-    if (operation.kind == Kind::kWaitOn) return asked.ticket.wait_on(stream(operation));
+    if (operation.kind == Kind::kWaitOn) return asked.ticket.wait_on(stream(operation), *asked.ticket.device);
     if (operation.kind == Kind::kWait) asked.ticket.wait({});
     const bool done = asked.ticket.done();
     CHECK(done || operation.kind == Kind::kAsk);
