@@ -18,7 +18,7 @@ import torch
 from typing_extensions import Self
 
 from pinstage import _core
-from pinstage.budget import default_max_bytes
+from pinstage.budget import SMALLEST_SLOT, default_max_bytes
 from pinstage.devices import DeviceLike, StreamLike, holding, resolve, run_on_stream, stream_handle
 from pinstage.dtypes import code_of
 from pinstage.errors import LeaseStateError, PinstageError
@@ -26,7 +26,6 @@ from pinstage.ticket import Ticket, release_passed
 
 ShapeLike: TypeAlias = int | Sequence[int]
 
-_SMALLEST = 256
 _INITIAL_BYTES = 8 << 20  # one pinning of 4 to 5 ms on an H200 host; doubles from there
 
 
@@ -191,8 +190,8 @@ class Lease:
             LeaseStateError: after the hand-over, or the pool is closed.
             CaptureError: a stream is being captured.
             DriverError: the driver refused.
-            ValueError: a stream of another device. Nothing was fenced.
             TypeError: no stream, or not a stream.
+            ValueError: a stream of another device. Nothing was fenced.
         """
         if not streams:
             raise TypeError("retire needs the streams that read the slot; there is no default")
@@ -305,10 +304,10 @@ class StagingPool(_core.Pool):
     ) -> None:
         if when_full not in ("wait", "raise"):
             raise ValueError(f'when_full is "wait" or "raise", not {when_full!r}')
-        if initial_bytes <= 0 or (max_bytes is not None and max_bytes < _SMALLEST):
+        if initial_bytes <= 0 or (max_bytes is not None and max_bytes < SMALLEST_SLOT):
             raise ValueError(
-                f"initial_bytes must be positive and max_bytes at least {_SMALLEST}, the bytes of the smallest slot; "
-                f"got initial_bytes {initial_bytes}, max_bytes {max_bytes}"
+                f"initial_bytes must be positive and max_bytes at least {SMALLEST_SLOT}, the bytes of the smallest slot"
+                f"; got initial_bytes {initial_bytes}, max_bytes {max_bytes}"
             )
         self.device = resolve(device)
         limit = default_max_bytes() if max_bytes is None else max_bytes

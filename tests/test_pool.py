@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import pinstage
-from pinstage import LeaseStateError, PoolExhausted
+from pinstage import LeaseStateError, PoolExhausted, budget
 from pinstage.testing import SimulatedDevice, latch
 
 KB = 1024
@@ -272,7 +272,7 @@ def test_wait_is_interrupted_by_a_signal(dev):
 @pytest.fixture
 def default_limit(monkeypatch):
     monkeypatch.setenv("PINSTAGE_MAX_BYTES", str(1 << 20))
-    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"):
+    for name in budget._LOCAL_SIZES:
         monkeypatch.delenv(name, raising=False)
 
 
