@@ -367,6 +367,18 @@ NB_MODULE(_core, m) {
             self.device->poll_batch = std::clamp<std::uint64_t>(batch, 1, Fifo::kBatch);
           },
           "Fences that come together before a copy polls them: 1 reuses slots as early as can be. For tests.")
+      .def_prop_rw(
+          "numa_node",
+          [](const PyDevice& self) {
+            const int node = self.device->numa_node;
+            return node == kNoNumaNode ? std::nullopt : std::optional<int>(node);
+          },
+          [](PyDevice& self, std::optional<int> node) {
+            if (node && (*node < 0 || *node > kMaxNumaNode)) throw nb::value_error("not a NUMA node");
+            self.device->numa_node = node.value_or(kNoNumaNode);
+          },
+          nb::for_setter(nb::arg("node").none()),
+          "Where its slabs of 8 MB and more shall lie; None where there is nothing to choose, or the system refused.")
       .def_prop_ro(
           "usable", [](const PyDevice& self) { return self.device->usable(); },
           "False after shutdown() and in a forked child.")

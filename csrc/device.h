@@ -31,6 +31,9 @@ struct SlabMemory;
 
 enum class DeviceKind { kCuda, kSimulated };
 
+inline constexpr int kNoNumaNode = -1;
+inline constexpr int kMaxNumaNode = 1023;  // of a kernel with the widest node masks
+
 // How long a call may wait, and how it learns of Ctrl-C.
 struct Wait {
   double timeout_seconds = -1;      // negative: no limit
@@ -193,6 +196,9 @@ class Device : public std::enable_shared_from_this<Device> {
 
   // Fences that a caller who is not short of room lets come together before it polls. Set before the device is used.
   std::uint64_t poll_batch;
+
+  // Where the slabs of this device shall lie; kNoNumaNode where there is nothing to choose, or the system refused.
+  std::atomic<int> numa_node{kNoNumaNode};
 
   // What the driver said when a pool's first slab could not be pinned, and what is to be told of it; Pool::allocate.
   std::atomic<Status> pinning_refused{status::kSuccess};

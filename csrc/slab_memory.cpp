@@ -2,7 +2,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "slab_memory.h"
 
+#include <linux/mempolicy.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -51,6 +53,21 @@ char* map_pages(std::uint64_t nbytes) noexcept {
   return data;
 }
 
+// Asks for the pages of a mapping on `node`, before they are made; where it has no room they come from another. False:
+// nothing was changed, because the process may not ask (containers often forbid it) or the node is none of its own, or
+// because it has a memory policy, numactl's for one: that is the user's word, and stays.
+bool prefer_node(char* data, std::uint64_t nbytes, int node) noexcept {
+  constexpr unsigned kBits = 8 * sizeof(unsigned long);
+  unsigned long nodes[(kMaxNumaNode + 1) / kBits] = {};
+  nodes[static_cast<unsigned>(node) / kBits] |= 1UL << (static_cast<unsigned>(node) % kBits);
+  // By the bare system calls: libnuma, which wraps them, is not on every machine.
+  int policy = MPOL_DEFAULT;
+  if (syscall(SYS_get_mempolicy, &policy, nullptr, 0UL, nullptr, 0UL) != 0) return false;
+  if (policy != MPOL_DEFAULT && policy != MPOL_LOCAL) return false;
+  // The kernel takes the number of bits to be one more than there are.
+  return syscall(SYS_mbind, data, nbytes, MPOL_PREFERRED, nodes, 8 * sizeof(nodes) + 1, 0UL) == 0;
+}
+
 struct TouchJob {
   char* data;
   std::uint64_t nbytes;
@@ -66,11 +83,13 @@ struct TouchJob {
 
 }  // namespace
 
-Status allocate_pinned(const Device& device, std::uint64_t nbytes, bool* may_register, SlabMemory* out) {
+Status allocate_pinned(Device& device, std::uint64_t nbytes, bool* may_register, SlabMemory* out) {
   *out = {nullptr, nbytes, SlabKind::kAllocated};
   if (*may_register && nbytes >= kMinRegistered) {
     const std::uint64_t pages = round_up(nbytes, page_bytes());
     if (char* const data = map_pages(pages)) {
+      const int node = device.numa_node;
+      if (node >= 0 && !prefer_node(data, pages, node)) device.numa_node = kNoNumaNode;
       TouchJob job{data, pages};
       Team& team = Team::instance();
       const int threads = pages < kMinShared ? 1 : team.threads();

@@ -10,6 +10,10 @@
 //
 // A slab is one registration however large it is: a copied range may not span two, and a slot may lie anywhere in its
 // slab. On huge pages the call that registers is short: what took time was making the pages.
+//
+// A mapped slab lies on the NUMA node of its device, where Device::numa_node names one: a device reads the memory of
+// another socket through the link between the two. The driver's own memory lies where the driver puts it. That is below
+// 8 MB, less than a pool's first slab has by default.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +33,7 @@ struct SlabMemory {
 // Pinned memory of `nbytes`, by registration where `*may_register` and that pays. A system that supports none
 // (confidential computing) clears `*may_register`; that or any other refusal is followed by cuMemHostAlloc, whose
 // status is returned. The device's context is current; no lock of it is held.
-Status allocate_pinned(const Device& device, std::uint64_t nbytes, bool* may_register, SlabMemory* out);
+Status allocate_pinned(Device& device, std::uint64_t nbytes, bool* may_register, SlabMemory* out);
 Status allocate_pageable(std::uint64_t nbytes, SlabMemory* out) noexcept;
 
 // Memory that the driver does not let go of now is handed to Device::discard, for the next sweep.

@@ -217,6 +217,15 @@ class Device:
     def poll_batch(self, arg: int, /) -> None: ...
 
     @property
+    def numa_node(self) -> int | None:
+        """
+        Where its slabs of 8 MB and more shall lie; None where there is nothing to choose, or the system refused.
+        """
+
+    @numa_node.setter
+    def numa_node(self, node: int | None) -> None: ...
+
+    @property
     def usable(self) -> bool:
         """False after shutdown() and in a forked child."""
 

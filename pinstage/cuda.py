@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pinstage import _core
+from pinstage import _core, numa
 from pinstage.errors import DriverError
 
 
@@ -58,6 +58,14 @@ def driver_version() -> int:
     return int(_checked("cuDriverGetVersion", driver.cuDriverGetVersion()))
 
 
+def numa_node(index: int) -> int | None:
+    """The NUMA node near the GPU `index`; None where there is no choice of nodes, or the platform does not tell."""
+    from cuda.bindings import driver
+
+    status, address = driver.cuDeviceGetPCIBusId(32, _checked("cuDeviceGet", driver.cuDeviceGet(index)))
+    return numa.node_near(address.split(b"\0")[0].decode()) if int(status) == 0 else None
+
+
 def open_device(index: int, overrides: dict[str, int] | None = None) -> _core.Device:
     """Sets the GPU `index` up, in its primary context (which torch uses too).
 
@@ -79,4 +87,6 @@ def open_device(index: int, overrides: dict[str, int] | None = None) -> _core.De
     torch.cuda.init()  # type: ignore[no-untyped-call]  # torch leaves it so
     handle = _checked("cuDeviceGet", driver.cuDeviceGet(index))
     context = _checked("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(handle))
-    return _core.Device.cuda({**resolve_entries(), **(overrides or {})}, int(context), index)
+    device = _core.Device.cuda({**resolve_entries(), **(overrides or {})}, int(context), index)
+    device.numa_node = numa_node(index)
+    return device

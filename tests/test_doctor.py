@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pinstage
-from pinstage import _core, cuda
+from pinstage import _core, cuda, devices
 from pinstage.cli import doctor, main
 from pinstage.testing import SimulatedDevice
 
@@ -120,7 +120,29 @@ def test_file_that_cannot_be_written_is_bad_input(no_gpu, tmp_path, capsys):
     assert "cannot write" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("near", "used", "found"), [
+    (1, 1, "slabs are placed on its NUMA node 1"),
+    (1, None, "slabs are not placed on its NUMA node 1: this process may not choose"),
+    (None, None, "no NUMA node to choose, or none told"),
+])  # fmt: skip
+def test_numa_node_of_a_gpu_is_told(dev, monkeypatch, near, used, found):
+    core = devices.resolve(dev)
+    core.numa_node = used
+    monkeypatch.setattr(cuda, "numa_node", lambda index: near)
+    monkeypatch.setattr(doctor, "resolve", lambda index: core)
+    assert doctor._placement(0).startswith(found)
+
+
+def test_probe_pins_as_a_pool_does(dev):
+    """By registration: it is what most slabs need."""
+    problems: list[str] = []
+    assert doctor._probe("simulated", dev, lambda: dev.zeros(doctor._PROBE), problems) == "pinning and copies work"
+    assert (problems, dev.calls["cuMemHostRegister"], dev.host_allocations) == ([], 1, 0)
+
+
 @pytest.mark.gpu
 def test_gpu_is_in_order(capsys):
     assert main(["doctor"]) == 0
-    assert "pinning and copies work" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "pinning and copies work" in shown
+    assert "NUMA node" in shown

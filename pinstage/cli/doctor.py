@@ -20,12 +20,14 @@ import pinstage
 from pinstage import _core, cuda
 from pinstage.budget import available_memory, default_max_bytes, local_ranks
 from pinstage.cli.errors import check_writable
+from pinstage.devices import resolve
 from pinstage.testing import SimulatedDevice
 
 SUMMARY = "say what pinstage found here, and try a copy on each device"
 DESCRIPTION = (
     "Names versions, the instruction set and threads of the host, the limit of a staging pool, and the driver; then "
-    "pins memory and copies through it on each GPU, or on a simulated device where there is none. "
+    "pins memory and copies through it on each GPU, or on a simulated device where there is none, and says on which "
+    "NUMA node that memory is. "
     "Exit status: 0; 1 if something is broken, with the remedy; 2 for bad input."
 )
 
@@ -40,6 +42,7 @@ _ACCESS = {
     "python": "DLPack, and Python for what it lacks (0.5 µs a copy more): this torch's C++ functions were not found",
 }
 _PROBE = 1 << 16  # elements
+_PROBE_BYTES = 8 << 20  # as much as a pool pins first
 # Where the kernel has an NVIDIA GPU, WSL's included, whether or not torch can use it.
 _GPU_NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
@@ -85,7 +88,7 @@ def examine() -> dict[str, Any]:
         for index in range(torch.cuda.device_count()):
             name = f"cuda:{index}"
             outcome = _probe(name, name, lambda name=name: torch.zeros(_PROBE, device=name), problems)  # type: ignore[misc]
-            findings[name] = f"{torch.cuda.get_device_name(index)}; {outcome}"
+            findings[name] = f"{torch.cuda.get_device_name(index)}; {outcome}; {_placement(index)}"
     else:
         with SimulatedDevice() as device:
             outcome = _probe("simulated", device, lambda: device.zeros(_PROBE), problems)
@@ -136,7 +139,7 @@ def _probe(name: str, device: Any, zeros: Callable[[], torch.Tensor], problems: 
     """Pins a small pool, copies through it and waits for the fence; `zeros` makes a tensor on the device."""
     src = torch.arange(_PROBE, dtype=torch.float32)
     try:
-        pool = pinstage.StagingPool(device, initial_bytes=1 << 20, max_bytes=1 << 20)
+        pool = pinstage.StagingPool(device, max_bytes=_PROBE_BYTES)
         dst = zeros()
         with pool.lease(_PROBE, torch.float32) as lease:
             lease.tensor.copy_(src)
@@ -155,3 +158,19 @@ def _probe(name: str, device: Any, zeros: Callable[[], torch.Tensor], problems: 
         problems.append(f"{name}: a copy brought wrong bytes although its fence passed. Please report this")
         return "copies are wrong"
     return "copies work, from pageable memory (PINSTAGE_PINNED=never)" if pageable else "pinning and copies work"
+
+
+def _placement(index: int) -> str:
+    """Where the large slabs of a GPU lie, as its first one, which was pinned by now, has found out."""
+    try:
+        near, used = cuda.numa_node(index), resolve(index).numa_node
+    except pinstage.DriverError:
+        return "its NUMA node is unknown"
+    if near is None:
+        return "no NUMA node to choose, or none told"
+    if near != used:
+        return (
+            f"slabs are not placed on its NUMA node {near}: this process may not choose, or has a memory policy "
+            "(numactl) of its own, which stays"
+        )
+    return f"slabs are placed on its NUMA node {near}"
