@@ -74,7 +74,8 @@ def latch(stream: StreamLike, timeout: float = 10.0) -> Latch:
 
     Args:
         stream: A stream of a simulated device, a `torch.cuda.Stream`, an int handle, or an object with
-            `__cuda_stream__`. Handle 0 is the default stream of the current device, of a simulated one if there is one.
+            `__cuda_stream__`. A handle 0 that does not say its device is the default stream of the current one, of a
+            simulated one if there is one.
         timeout: Seconds after which the stream goes on by itself, so that a failing test ends.
 
     Raises:
@@ -91,7 +92,7 @@ def latch(stream: StreamLike, timeout: float = 10.0) -> Latch:
         core = _core.SimulatedDevice.current() if handle == 0 else _core.SimulatedDevice.of_stream(handle)
         if core is not None:
             return _SimulatedLatch(core, handle, timeout)
-    return _CudaLatch(handle, timeout)
+    return _CudaLatch(handle, stream.device.index if isinstance(stream, torch.cuda.Stream) else None, timeout)
 
 
 class _SimulatedLatch(Latch):
@@ -164,8 +165,8 @@ def _take_word() -> ctypes.c_uint32:
 
 
 class _CudaLatch(Latch):
-    def __init__(self, handle: int, timeout: float) -> None:
-        with _context_of(handle), _relaxed():
+    def __init__(self, handle: int, index: int | None, timeout: float) -> None:
+        with _context_of(handle, index), _relaxed():
             self._gate = _Gate(handle)
         self._lock = threading.Lock()
         self._released = False
@@ -225,17 +226,18 @@ def _raise(name: str, status: Any) -> None:
 
 
 @contextmanager
-def _context_of(stream: int) -> Iterator[None]:
-    """Makes the stream's context current, or, for the default streams, sees to it that there is a current one."""
-    if stream not in (0, 1, 2):
-        _call("cuCtxPushCurrent", _call("cuStreamGetCtx", stream))
-        try:
-            yield
-        finally:
-            _call("cuCtxPopCurrent")
-        return
-    torch.cuda.set_device(torch.cuda.current_device())
-    yield
+def _context_of(stream: int, index: int | None) -> Iterator[None]:
+    """Makes the stream's context current; of a default stream, which any device has, that of the device `index`."""
+    if stream in (0, 1, 2):
+        device = _call("cuDeviceGet", torch.cuda.current_device() if index is None else index)
+        context = _call("cuDevicePrimaryCtxRetain", device)  # kept: the gate's event lives in it
+    else:
+        context = _call("cuStreamGetCtx", stream)
+    _call("cuCtxPushCurrent", context)
+    try:
+        yield
+    finally:
+        _call("cuCtxPopCurrent")
 
 
 @contextmanager
