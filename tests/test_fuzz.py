@@ -4,7 +4,8 @@
 
 Each public call gets generated arguments: shapes, strides, dtypes, indices, sizes near limits, objects of wrong types.
 Whatever comes out, the pool's books balance; what is refused changed nothing; what is accepted is what torch makes of
-it. Each test takes PINSTAGE_FUZZ_EXAMPLES examples, if that is set: 20000 of them run for minutes.
+it. Each test takes PINSTAGE_FUZZ_EXAMPLES examples, if that is set. With PINSTAGE_FUZZ_MINUTES all of them together run
+for as long, and `-s` shows how many examples each took; what fails is replayed without it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 
 import numpy as np
 import pytest
@@ -29,10 +31,30 @@ pytestmark = [
 ]
 
 LIMIT = 64 << 10  # bytes of the pool
-fuzz = settings(
-    max_examples=int(os.environ.get("PINSTAGE_FUZZ_EXAMPLES", "1000")),
-    deadline=None, database=None, suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+EXAMPLES = int(os.environ.get("PINSTAGE_FUZZ_EXAMPLES", "1000"))
+MINUTES = float(os.environ.get("PINSTAGE_FUZZ_MINUTES", "0"))
+timed = []
+
+
+def fuzz(test):
+    """EXAMPLES examples of the test; with MINUTES, others of them over and over for its share of the time."""
+    test = settings(
+        max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck),
+        derandomize=settings.default.derandomize and MINUTES == 0,  # in a CI hypothesis draws the same ones each time
+    )(test)  # fmt: skip
+    if MINUTES == 0:
+        return test
+    timed.append(test)
+
+    def for_its_share():
+        before, until = Fuzzed.examples, time.monotonic() + MINUTES * 60 / len(timed)
+        while time.monotonic() < until:
+            test()
+        print(f"{Fuzzed.examples - before} examples")
+        assert Fuzzed.examples > before
+
+    return for_its_share
+
 
 DTYPES = [
     torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
@@ -111,7 +133,10 @@ host_views = views(numbered)
 class Fuzzed:
     """A device and a small pool; checks what must hold after every call."""
 
+    examples = 0
+
     def __enter__(self):
+        Fuzzed.examples += 1
         self.dev = SimulatedDevice().__enter__()
         self.dev.make_current()
         self.pool = pinstage.StagingPool(self.dev, initial_bytes=4096, max_bytes=LIMIT, when_full="raise")
