@@ -18,6 +18,7 @@ SUITES = {
     "small": "host time of copy_batch_ and to_device against what users write today",
     "soak": "minutes of mixed traffic, every byte verified on the device",
     "tables": "host time of block tables, KV rows and block lists against what engines write today",
+    "threads": "copies of 1 to 8 threads through one pool: rates, and p99 under load",
 }
 
 
