@@ -65,6 +65,10 @@ std::size_t chunk_bytes(std::size_t nbytes, int threads) noexcept {
   return (std::clamp(even, kMinChunk, kMaxChunk) + 4095) & ~std::size_t{4095};
 }
 
+std::int64_t rows_of_chunk(std::size_t nbytes, int threads, std::int64_t row_bytes, std::int64_t rows) noexcept {
+  return std::clamp<std::int64_t>(static_cast<std::int64_t>(chunk_bytes(nbytes, threads)) / row_bytes, 1, rows);
+}
+
 int threads_for(std::size_t nbytes, int limit) noexcept {
   return static_cast<int>(std::min<std::size_t>(static_cast<std::size_t>(limit), nbytes / kBytesPerThread + 1));
 }
@@ -282,50 +286,52 @@ struct StridedJob {
   }
 };
 
+// `shared(team, threads)` on several threads, where that pays and succeeds, else `alone()`.
+template <class Shared, class Alone>
+void share(std::size_t nbytes, const Shared& shared, const Alone& alone) {
+  if (nbytes < kShare) return alone();
+  Team& team = Team::instance();
+  const Team::Caller caller(team);
+  if (!shared(team, threads_for(nbytes, caller.threads()))) alone();
+}
+
 }  // namespace
 
 void copy_bytes_in_parallel(void* dst, const void* src, std::size_t nbytes, bool cached) {
-  if (nbytes >= kShare) {
-    Team& team = Team::instance();
-    const int threads = threads_for(nbytes, team.threads());
-    CopyJob job{nbytes >= kStreamParts && !cached ? &stream_bytes : &plain_bytes, static_cast<char*>(dst),
-                static_cast<const char*>(src), nbytes, chunk_bytes(nbytes, threads)};
-    const auto chunks = static_cast<std::int64_t>((nbytes + job.chunk - 1) / job.chunk);
-    if (team.run(chunks, threads, nbytes, &CopyJob::run, &job)) return;
-  }
-  copy_bytes(dst, src, nbytes);
+  share(
+      nbytes,
+      [&](Team& team, int threads) {
+        CopyJob job{nbytes >= kStreamParts && !cached ? &stream_bytes : &plain_bytes, static_cast<char*>(dst),
+                    static_cast<const char*>(src), nbytes, chunk_bytes(nbytes, threads)};
+        const auto chunks = static_cast<std::int64_t>((nbytes + job.chunk - 1) / job.chunk);
+        return team.run(chunks, threads, nbytes, &CopyJob::run, &job);
+      },
+      [&] { copy_bytes(dst, src, nbytes); });
 }
 
 void gather_in_parallel(const Gather& g) {
   const auto nbytes = static_cast<std::size_t>(g.outer * g.count * g.row_bytes);
-  if (nbytes >= kShare) {
-    Team& team = Team::instance();
-    const int threads = threads_for(nbytes, team.threads());
-    GatherJob job{&g, gather_range_for(g, true), g.count, 1};
-    job.rows =
-        std::clamp<std::int64_t>(static_cast<std::int64_t>(chunk_bytes(nbytes, threads)) / g.row_bytes, 1, g.count);
-    job.parts = (g.count + job.rows - 1) / job.rows;
-    if (team.run(g.outer * job.parts, threads, nbytes, &GatherJob::run, &job)) return;
-  }
-  gather(g);
+  share(
+      nbytes,
+      [&](Team& team, int threads) {
+        GatherJob job{&g, gather_range_for(g, true), rows_of_chunk(nbytes, threads, g.row_bytes, g.count), 1};
+        job.parts = (g.count + job.rows - 1) / job.rows;
+        return team.run(g.outer * job.parts, threads, nbytes, &GatherJob::run, &job);
+      },
+      [&] { gather(g); });
 }
 
 void copy_strided_in_parallel(char* dst, const Strided& source, std::int64_t begin, std::int64_t end) {
   const auto nbytes = static_cast<std::size_t>((end - begin) * source.row_bytes);
-  if (source.ndim == 0) {
-    copy_bytes_in_parallel(dst, source.src, nbytes);
-    return;
-  }
-  if (nbytes >= kShare) {
-    Team& team = Team::instance();
-    const int threads = threads_for(nbytes, team.threads());
-    StridedJob job{dst, &source, begin, end, 1};
-    job.rows = std::clamp<std::int64_t>(static_cast<std::int64_t>(chunk_bytes(nbytes, threads)) / source.row_bytes, 1,
-                                        end - begin);
-    const std::int64_t chunks = (end - begin + job.rows - 1) / job.rows;
-    if (team.run(chunks, threads, nbytes, &StridedJob::run, &job)) return;
-  }
-  copy_strided(dst, source, begin, end);
+  if (source.ndim == 0) return copy_bytes_in_parallel(dst, source.src, nbytes);
+  share(
+      nbytes,
+      [&](Team& team, int threads) {
+        StridedJob job{dst, &source, begin, end, rows_of_chunk(nbytes, threads, source.row_bytes, end - begin)};
+        const std::int64_t chunks = (end - begin + job.rows - 1) / job.rows;
+        return team.run(chunks, threads, nbytes, &StridedJob::run, &job);
+      },
+      [&] { copy_strided(dst, source, begin, end); });
 }
 
 }  // namespace pinstage

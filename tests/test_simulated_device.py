@@ -456,8 +456,9 @@ def test_latch_leaves_a_capture_whole():
         graph.capture_begin()
         with latch(held) as gate:
             word.add_(1)
-            assert gate.held
+            stood = gate.held
         graph.capture_end()
+    assert stood
     graph.replay()
     torch.cuda.synchronize()
     assert word.item() == 1
