@@ -4,14 +4,13 @@
 
 #include <algorithm>
 
+#include "scatter.h"
 #include "stage.h"
 #include "team.h"
 
 namespace pinstage {
 namespace {
 
-// Each copy begins on a cache line of its own, so that the device never reads one that two copies share.
-constexpr std::size_t kAlignment = 64;
 // 16 copies of 4 KB cost the host 37 us one by one and 17 us as a batch, 4 of them 9.4 and 5.4, one 2.3 and 2.4 (H200).
 constexpr std::size_t kFewestBatched = 3;
 // A 2-D copy costs the host what a 1-D one does, about 2 us, and each copy of a batch 1 us: fewer rows stay in it.
@@ -22,8 +21,6 @@ constexpr std::size_t kSlotBytes = std::size_t{4} << 20;
 // From here on a slot, a fence and a driver call of the copy's own (2 us) are little beside the time of its bytes, 24
 // us for 1 MB with four threads (H200's host).
 constexpr std::size_t kAloneBytes = std::size_t{1} << 20;
-
-std::size_t aligned(std::size_t nbytes) { return (nbytes + kAlignment - 1) & ~(kAlignment - 1); }
 
 bool on_legacy_stream(Stream stream) {
   return stream == nullptr || stream == reinterpret_cast<Stream>(std::uintptr_t{1});  // CU_STREAM_LEGACY
@@ -73,29 +70,26 @@ class Submission {
         stream_(stream),
         pieces_(pieces),
         copies_(in_order ? one_each(pieces, count) : merge_pieces(pieces, count, &range_on_device, &device_)) {
-    for (BatchCopy& copy : copies_) {
-      copy.offset = nbytes_;
-      nbytes_ += aligned(copy.plan.nbytes());
+    if (!in_order) choose_way();
+    for (std::size_t i = 0; i < copies_.size(); ++i) {
+      BatchCopy& copy = copies_[i];
+      const bool scattered = way_ == Way::kScatter && i < together_;
+      copy.offset = scattered ? slot_.add(copy.dst, copy.plan.width) : slot_.place(copy.plan.nbytes());
     }
-    const bool may_batch = !in_order && !on_legacy_stream(stream) && device_.driver().memcpy_batch_async != nullptr &&
-                           !device_.refuses_batches.load(std::memory_order_relaxed);
-    if (!may_batch) return;
-    const auto loose =
-        std::stable_partition(copies_.begin(), copies_.end(), [](const BatchCopy& copy) { return copy.plan.dense(); });
-    batched_ = static_cast<std::size_t>(loose - copies_.begin());
-    if (batched_ < kFewestBatched) batched_ = 0;
-    dsts_.reserve(batched_);
-    srcs_.resize(batched_);
-    sizes_.reserve(batched_);
-    for (std::size_t i = 0; i < batched_; ++i) {
+    if (way_ != Way::kBatch) return;
+    dsts_.reserve(together_);
+    srcs_.resize(together_);
+    sizes_.reserve(together_);
+    for (std::size_t i = 0; i < together_; ++i) {
       dsts_.push_back(copies_[i].dst);
       sizes_.push_back(copies_[i].plan.width);
     }
   }
 
-  std::size_t nbytes() const noexcept { return nbytes_; }
+  std::size_t slot_bytes() const noexcept { return slot_.slot_bytes(); }
 
   void fill(char* slot) const {
+    slot_.write_pieces(slot);
     for (const BatchCopy& copy : copies_) {
       char* to = slot + copy.offset;
       for (std::size_t i = copy.first; i < copy.first + copy.count; ++i) {
@@ -107,18 +101,22 @@ class Submission {
   }
 
   Status enqueue(const char* slot, std::size_t* enqueued, const char** call) noexcept {
-    // Of pageable sources the documentation promises nothing. Whether the slot is pinned is known only now that it is
-    // taken: the driver may have refused to pin the pool's first slab.
-    const std::size_t batched = pool_.pageable() ? 0 : batched_;
+    std::size_t done = 0;
     bool refused = false;
-    if (batched > 0) {
+    if (way_ == Way::kScatter) {
+      const Status status = slot_.enqueue(device_, slot, stream_, enqueued, call);
+      if (status != status::kSuccess) return status;
+      done = together_;
+    } else if (way_ == Way::kBatch && !pool_.pageable()) {
+      // Of pageable sources the documentation promises nothing. Whether the slot is pinned is known only now that it is
+      // taken: the driver may have refused to pin the pool's first slab.
       *call = "cuMemcpyBatchAsync";
       const Status status = enqueue_batched(slot);
-      refused = status == status::kInvalidValue || status == status::kNotSupported;
+      refused = declined(status);
       if (status != status::kSuccess && !refused) return status;
-      if (!refused) *enqueued += batched;
+      if (!refused) done = *enqueued = together_;
     }
-    for (std::size_t i = refused ? 0 : batched; i < copies_.size(); ++i) {
+    for (std::size_t i = done; i < copies_.size(); ++i) {
       std::size_t taken = 0;
       const BatchCopy& copy = copies_[i];
       const Status status =
@@ -132,22 +130,41 @@ class Submission {
   }
 
  private:
+  // How the dense copies go, if they go together.
+  enum class Way { kLoop, kScatter, kBatch };
+
+  void choose_way() {
+    const auto loose =
+        std::stable_partition(copies_.begin(), copies_.end(), [](const BatchCopy& copy) { return copy.plan.dense(); });
+    together_ = static_cast<std::size_t>(loose - copies_.begin());
+    std::size_t nbytes = 0;
+    for (std::size_t i = 0; i < together_; ++i) nbytes += copies_[i].plan.width;
+    if (together_ >= kFewestScattered && nbytes <= kMostScatteredBytes && can_scatter(pool_)) {
+      way_ = Way::kScatter;
+    } else if (together_ >= kFewestBatched && !on_legacy_stream(stream_) &&
+               device_.driver().memcpy_batch_async != nullptr &&
+               !device_.refuses_batches.load(std::memory_order_relaxed)) {
+      way_ = Way::kBatch;
+    }
+  }
+
   Status enqueue_batched(const char* slot) noexcept {
-    for (std::size_t i = 0; i < batched_; ++i) srcs_[i] = reinterpret_cast<DevicePtr>(slot + copies_[i].offset);
+    for (std::size_t i = 0; i < together_; ++i) srcs_[i] = reinterpret_cast<DevicePtr>(slot + copies_[i].offset);
     MemcpyAttributes attributes{};
     attributes.src_access_order = kSourceOrderStream;
     std::size_t first = 0;
-    return device_.driver().memcpy_batch_async(dsts_.data(), srcs_.data(), sizes_.data(), batched_, &attributes, &first,
-                                               1, stream_);
+    return device_.driver().memcpy_batch_async(dsts_.data(), srcs_.data(), sizes_.data(), together_, &attributes,
+                                               &first, 1, stream_);
   }
 
   const Pool& pool_;
   Device& device_;
   const Stream stream_;
   const BatchPiece* const pieces_;
-  std::vector<BatchCopy> copies_;  // the batched ones first
-  std::size_t batched_ = 0;
-  std::size_t nbytes_ = 0;
+  std::vector<BatchCopy> copies_;  // those that go together first
+  Way way_ = Way::kLoop;
+  std::size_t together_ = 0;
+  Scatter slot_;
   std::vector<DevicePtr> dsts_, srcs_;
   std::vector<std::size_t> sizes_;
 };
@@ -156,7 +173,7 @@ void stage_slot(Pool& pool, Stream stream, const BatchPiece* pieces, std::size_t
                 bool* begun) {
   Submission submission(pool, stream, pieces, count, in_order);
   pool.stage_several(
-      submission.nbytes(), stream, wait, [&](char* slot) { submission.fill(slot); },
+      submission.slot_bytes(), stream, wait, [&](char* slot) { submission.fill(slot); },
       [&](const char* slot, std::size_t* enqueued, const char** call) {
         *begun = true;
         return submission.enqueue(slot, enqueued, call);
@@ -187,7 +204,7 @@ void stage_part(BatchPart& part, const Wait& wait, bool* begun) {
     std::size_t nbytes = 0;
     const BatchPiece* last = first;
     for (; last != end; ++last) {
-      const std::size_t more = aligned(last->plan.nbytes());
+      const std::size_t more = Scatter::most_bytes(last->plan.nbytes());
       if (more >= kAloneBytes || nbytes + more > room) break;
       nbytes += more;
     }

@@ -5,9 +5,9 @@
 //
 //   pairs in list order      a0 a1 b0 c0 c1 c2 d0         dst of a0, a1 adjacent; c0, c1, c2 at one pitch
 //   sorted by dst, merged   [a0 a1] [b0] [c0|c1|c2] [d0]
-//   submitted                one batch call for the dense ones, one 2-D copy for the rows
+//   submitted                one kernel launch (scatter.h) or batch call for the dense ones, one 2-D copy for the rows
 //
-// The copies of a batch call have no order among themselves. Where two destinations overlap, the pairs are therefore
+// The copies of either call have no order among themselves. Where two destinations overlap, the pairs are therefore
 // copied one by one, in list order, so that the later one wins as it does in a loop.
 #pragma once
 

@@ -176,8 +176,13 @@ struct PyDevice {
 
 std::unique_ptr<PyDevice> cuda_device(const nb::dict& addresses, std::uintptr_t context, int index) {
   if (index < 0 || index >= kMaxCudaDevices) throw nb::value_error("CUDA device index out of range");
-  auto device = std::make_shared<Device>(driver_from_addresses(addresses), reinterpret_cast<Context>(context),
-                                         DeviceKind::kCuda, index, &cuda_current_stream, nullptr);
+  const Driver driver = driver_from_addresses(addresses);
+  std::shared_ptr<Device> device;
+  {
+    const ReleasedGil no_gil;  // loading its kernel may wait for the device
+    device = std::make_shared<Device>(driver, reinterpret_cast<Context>(context), DeviceKind::kCuda, index,
+                                      &cuda_current_stream, nullptr);
+  }
   cuda_devices[index] = device.get();
   return std::make_unique<PyDevice>(std::move(device), nb::none());
 }
@@ -185,8 +190,12 @@ std::unique_ptr<PyDevice> cuda_device(const nb::dict& addresses, std::uintptr_t 
 std::unique_ptr<PyDevice> simulated_device(nb::object simulated) {
   auto& source = nb::cast<SimulatedDevice&>(simulated);
   const auto stream_of = [](void* self, int) { return static_cast<SimulatedDevice*>(self)->current_stream(); };
-  auto device = std::make_shared<Device>(source.driver(), source.context(), DeviceKind::kSimulated, source.index(),
-                                         stream_of, &source);
+  std::shared_ptr<Device> device;
+  {
+    const ReleasedGil no_gil;
+    device = std::make_shared<Device>(source.driver(), source.context(), DeviceKind::kSimulated, source.index(),
+                                      stream_of, &source);
+  }
   source.set_owner(device.get());
   return std::make_unique<PyDevice>(std::move(device), std::move(simulated));
 }
@@ -379,6 +388,11 @@ NB_MODULE(_core, m) {
           },
           nb::for_setter(nb::arg("node").none()),
           "Where its slabs of 8 MB and more shall lie; None where there is nothing to choose, or the system refused.")
+      .def_prop_rw(
+          "refuses_scatter", [](const PyDevice& self) { return self.device->scatter_kernel() == nullptr; },
+          [](PyDevice& self, bool refuses) { self.device->refuses_scatter.store(refuses); },
+          "Pieces of a slot travel by driver copies, not by a kernel: because the driver refused it, or, for tests and "
+          "measurements, because this was set.")
       .def_prop_ro(
           "usable", [](const PyDevice& self) { return self.device->usable(); },
           "False after shutdown() and in a forked child.")

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "pool.h"
+#include "scatter.h"
 
 namespace pinstage {
 namespace {
@@ -107,7 +108,8 @@ Device::Device(const Driver& driver, Context context, DeviceKind kind, int index
       index_(index),
       current_stream_(stream_of),
       source_(source),
-      fork_generation_(fork_generation()) {}
+      fork_generation_(fork_generation()),
+      scatter_kernel_(load_scatter_kernel(*this)) {}
 
 // Events and slabs are left to the driver's own end: by the time a Device dies, the driver may be gone (I8).
 Device::~Device() = default;

@@ -194,6 +194,12 @@ class Device : public std::enable_shared_from_this<Device> {
   // The driver has cuMemcpyBatchAsync, but refused a batch whose copies it then took one by one.
   std::atomic<bool> refuses_batches{false};
 
+  // The kernel of scatter.h; null where the driver has none, or declined to launch it.
+  Function scatter_kernel() const noexcept {
+    return refuses_scatter.load(std::memory_order_relaxed) ? nullptr : scatter_kernel_;
+  }
+  std::atomic<bool> refuses_scatter{false};
+
   // Fences that a caller who is not short of room lets come together before it polls. Set before the device is used.
   std::uint64_t poll_batch;
 
@@ -217,6 +223,7 @@ class Device : public std::enable_shared_from_this<Device> {
   void* const source_;
   const unsigned fork_generation_;
   std::atomic<bool> shut_down_{false};
+  const Function scatter_kernel_;
 
   std::mutex mutex_;
   Retirement retirement_;

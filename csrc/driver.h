@@ -18,6 +18,8 @@ using Status = int;  // CUresult
 using Context = void*;
 using Stream = void*;
 using Event = void*;
+using Module = void*;
+using Function = void*;
 using DevicePtr = std::uint64_t;
 
 // The statuses that this library tells apart. Values as in cuda.h.
@@ -27,10 +29,13 @@ inline constexpr Status kInvalidValue = 1;
 inline constexpr Status kOutOfMemory = 2;
 inline constexpr Status kDeinitialized = 4;
 inline constexpr Status kInvalidContext = 201;
+inline constexpr Status kNoBinaryForGpu = 209;
+inline constexpr Status kInvalidPtx = 218;
 inline constexpr Status kHostMemoryAlreadyRegistered = 712;
 inline constexpr Status kInvalidHandle = 400;
 inline constexpr Status kNotFound = 500;
 inline constexpr Status kNotReady = 600;
+inline constexpr Status kLaunchOutOfResources = 701;
 inline constexpr Status kLaunchFailed = 719;
 inline constexpr Status kNotPermitted = 800;
 inline constexpr Status kNotSupported = 801;
@@ -120,6 +125,11 @@ static_assert(sizeof(MemcpyAttributes) == 24, "layout of CUmemcpyAttributes_v1")
   X(memcpy_batch_async, "cuMemcpyBatchAsync", 13000, false,                                                           \
     (DevicePtr * dsts, DevicePtr * srcs, std::size_t* sizes, std::size_t count, MemcpyAttributes* attrs,              \
      std::size_t* attr_indices, std::size_t num_attrs, Stream stream))                                                \
+  X(module_load_data, "cuModuleLoadData", 2000, false, (Module * out, const void* image))                             \
+  X(module_get_function, "cuModuleGetFunction", 2000, false, (Function * out, Module module, const char* name))       \
+  X(launch_kernel, "cuLaunchKernel", 4000, false,                                                                     \
+    (Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,        \
+     unsigned block_z, unsigned shared_bytes, Stream stream, void** parameters, void** extra))                        \
   X(mem_get_address_range, "cuMemGetAddressRange", 3020, false, (DevicePtr * base, std::size_t* nbytes, DevicePtr p)) \
   X(event_create, "cuEventCreate", 2000, true, (Event * out, unsigned flags))                                         \
   X(event_record, "cuEventRecord", 2000, true, (Event event, Stream stream))                                          \

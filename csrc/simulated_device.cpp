@@ -64,6 +64,7 @@ SimulatedDevice::SimulatedDevice(int index, Schedule schedule, std::uint64_t see
   const Lock lock(machine().mutex);
   device_->handle = this;
   device_->context = machine().new_handle();
+  device_->scatter_module = machine().new_handle();
   device_->default_queue = std::make_shared<Queue>(device_.get(), nullptr);
   device_->queues.push_back(device_->default_queue);
   machine().contexts.emplace(device_->context, device_);

@@ -3,6 +3,7 @@
 //
 // The driver table's functions over the simulated machine. They find their device as CUDA's do: by the thread's current
 // context, and by the handles they are given.
+#include <cstring>
 #include <new>
 #include <utility>
 
@@ -238,6 +239,57 @@ Status memcpy_batch_async(DevicePtr* dsts, DevicePtr* srcs, std::size_t* sizes, 
       if (const Status status = add_copy(dsts[i], srcs[i], extent, copies)) return status;
       if (attrs[attr].src_access_order == kSourceOrderDuringCall) take_snapshot(copies.back());
     }
+    return status::kSuccess;
+  });
+}
+
+// --- the kernel of scatter.h: the only one that there is ---
+
+Status module_load_data(Module* out, const void* image) {
+  return call([&](Lock&) -> Status {
+    Device* device;
+    if (const Status status = enter_current(Entry::module_load_data, &device)) return status;
+    if (const Status status = check_unsafe_call()) return status;
+    if (out == nullptr || image == nullptr) return status::kInvalidValue;
+    if (std::strcmp(static_cast<const char*>(image), kScatterPtx) != 0) return status::kInvalidPtx;
+    *out = device->scatter_module;
+    return status::kSuccess;
+  });
+}
+
+Status module_get_function(Function* out, Module module, const char* name) {
+  return call([&](Lock&) -> Status {
+    Device* device;
+    if (const Status status = enter_current(Entry::module_get_function, &device)) return status;
+    if (const Status status = check_unsafe_call()) return status;
+    if (out == nullptr || name == nullptr) return status::kInvalidValue;
+    if (module != device->scatter_module) return status::kInvalidHandle;
+    if (std::strcmp(name, kScatterName) != 0) return status::kNotFound;
+    *out = device->scatter_module;
+    return status::kSuccess;
+  });
+}
+
+Status launch_kernel(Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                     unsigned block_y, unsigned block_z, unsigned, Stream stream, void** parameters, void** extra) {
+  Step step;
+  step.kind = Kind::kCopy;
+  return call([&](Lock& lock) -> Status {
+    std::shared_ptr<Queue> queue;
+    if (const Status status = enter_stream(Entry::launch_kernel, stream, &queue)) return status;
+    if (const Status status = check_enqueue(*queue)) return status;
+    if (function == nullptr || function != queue->device->scatter_module || parameters == nullptr || extra != nullptr ||
+        grid_x == 0 || grid_y != 1 || grid_z != 1 || block_x != kScatterThreads || block_y != 1 || block_z != 1) {
+      return status::kInvalidValue;
+    }
+    const auto parameter = [&](int i) { return *static_cast<const DevicePtr*>(parameters[i]); };
+    step.scatter =
+        ScatterLaunch{reinterpret_cast<const char*>(parameter(0)), reinterpret_cast<const ScatterPiece*>(parameter(1)),
+                      parameter(2), parameter(3), grid_x};
+    // Now too, for what the step keeps alive. A launch is not told of an address that is wrong.
+    make_scatter(*step.scatter, &step.copies);
+    if (const Status status = submit(lock, queue, step)) return status;
+    run_eager(lock);
     return status::kSuccess;
   });
 }

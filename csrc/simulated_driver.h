@@ -21,8 +21,9 @@
 // A step is legal when it is the next of its stream and what it waits for has happened. Copies and kernels run under
 // no lock of the machine. A kernel may query and destroy, but a call from it that enqueues or waits fails with 800.
 //
-// Where CUDA leaves a choice, the harsher one is taken: pageable sources are read late too, the copies of a batch run
-// in any order, freed memory that a queued copy still reads is counted in violations() and reads as poison.
+// Where CUDA leaves a choice, the harsher one is taken: pageable sources are read late too, the copies of a batch and
+// the blocks of the kernel of scatter.h (the only one of the driver's) run in any order, freed memory that a queued
+// copy still reads is counted in violations() and reads as poison.
 #pragma once
 
 #include <atomic>

@@ -139,7 +139,7 @@ void run_head(Lock& lock, const std::shared_ptr<Queue>& queue) {
   queue->steps.pop_front();
   queue->busy = true;
   ++machine().running;
-  begin_copies(*queue->device, step.copies);
+  const Status begun = begin_copies(*queue->device, step);
   lock.unlock();
   std::exception_ptr failure = execute(step);
   step.keep_alive.reset();
@@ -147,6 +147,7 @@ void run_head(Lock& lock, const std::shared_ptr<Queue>& queue) {
   lock.lock();
   --machine().running;
   finish(step, *queue);
+  if (begun != status::kSuccess) fail_device(*queue->device, begun);
   if (failure) fail_kernel(lock, *queue->device, std::move(failure));
 }
 

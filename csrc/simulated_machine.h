@@ -14,10 +14,12 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <thread>
 #include <unordered_map>
 
+#include "scatter_kernel.h"
 #include "simulated_driver.h"
 
 namespace pinstage::sim {
@@ -27,6 +29,7 @@ using Clock = std::chrono::steady_clock;
 
 // Statuses that only the simulation returns. Values as in cuda.h.
 inline constexpr Status kIllegalState = 401;
+inline constexpr Status kIllegalAddress = 700;
 inline constexpr Status kHostMemoryNotRegistered = 713;
 inline constexpr Status kCaptureUnmatched = 902;
 inline constexpr Status kCaptureMerge = 903;
@@ -84,6 +87,14 @@ struct Copy {
   bool poisoned = false;                            // its source was freed: decided when the step begins
 };
 
+// The arguments of a launch of scatter_kernel.h.
+struct ScatterLaunch {
+  const char* slot;
+  const ScatterPiece* pieces;
+  DevicePtr first, end;
+  unsigned count;
+};
+
 // --- Steps and queues ---
 
 // One record of an event. The event points at its last one; a wait keeps the one it found.
@@ -106,8 +117,9 @@ enum class Kind { kCopy, kRecord, kWait, kKernel, kLatch };
 
 struct Step {
   Kind kind = Kind::kKernel;
-  std::uint64_t number = 0;  // order of submission over the whole machine
-  std::vector<Copy> copies;  // unordered
+  std::uint64_t number = 0;              // order of submission over the whole machine
+  std::vector<Copy> copies;              // unordered
+  std::optional<ScatterLaunch> scatter;  // the copies are what its pieces say when the step runs
   std::shared_ptr<Record> record;
   std::shared_ptr<Latch> latch;
   std::shared_ptr<Kernel> kernel;
@@ -176,6 +188,7 @@ struct Device {
   const std::size_t queue_depth;
   const bool lying_queries;
   Context context = nullptr;
+  void* scatter_module = nullptr;     // and its function: handles, never dereferenced
   SimulatedDevice* handle = nullptr;  // null once closed
   bool closed = false;
   Status sticky = status::kSuccess;
@@ -271,7 +284,10 @@ const HostRange* find_host(const void* p);
 // Checks the ranges and finds who must stay alive. kInvalidValue: out of bounds, or a row over two registrations.
 Status make_copy(std::uintptr_t dst, std::uintptr_t src, const Extent& extent, Copy* out);
 void take_snapshot(Copy& copy);  // of a 1-D source: reads it now
-void begin_copies(Device& device, std::vector<Copy>& copies);
+// The copies that the pieces say now, from those that they said before. kIllegalAddress: one is out of bounds. One that
+// the kernel skips is a copy of nothing.
+Status make_scatter(const ScatterLaunch& launch, std::vector<Copy>* copies);
+Status begin_copies(Device& device, Step& step);
 void run_copies(const std::vector<Copy>& copies) noexcept;  // without the lock
 void end_copies(const std::vector<Copy>& copies);
 bool reads_freed_memory(const Copy& copy);

@@ -153,7 +153,44 @@ void take_snapshot(Copy& copy) {
   copy.sources.clear();
 }
 
-void begin_copies(Device& device, std::vector<Copy>& copies) {
+Status make_scatter(const ScatterLaunch& launch, std::vector<Copy>* copies) {
+  copies->resize(launch.count);
+  for (unsigned i = 0; i < launch.count; ++i) {
+    const ScatterPiece& piece = launch.pieces[i];
+    const char* const src = launch.slot + piece.offset;
+    Copy& copy = (*copies)[i];
+    const bool foreign = piece.dst < launch.first || piece.dst > launch.end || piece.dst + piece.nbytes > launch.end ||
+                         src + piece.nbytes > reinterpret_cast<const char*>(launch.pieces) ||
+                         (address(src) ^ piece.dst) % kScatterVector != 0;
+    if (foreign || piece.nbytes == 0) {
+      copy = Copy{};
+      continue;
+    }
+    // What the kernel relies on.
+    if (piece.dst % kScatterVector + piece.nbytes > kScatterPieceBytes || find_host(src) == nullptr) {
+      return kIllegalAddress;
+    }
+    // As it was at the launch: what it keeps alive may have been freed since.
+    if (copy.src == src && address(copy.dst) == piece.dst && copy.extent.width == piece.nbytes) continue;
+    copy = Copy{};
+    Extent extent;
+    extent.width = piece.nbytes;
+    if (make_copy(piece.dst, address(src), extent, &copy) != status::kSuccess) return kIllegalAddress;
+  }
+  return status::kSuccess;
+}
+
+Status begin_copies(Device& device, Step& step) {
+  std::vector<Copy>& copies = step.copies;
+  // The kernel reads what the slot holds now; one that is gone reads as poison, like any source.
+  if (step.scatter && std::none_of(copies.begin(), copies.end(), reads_freed_memory)) {
+    if (const Status status = make_scatter(*step.scatter, &copies)) {
+      copies.clear();  // which of them ran is anyone's guess
+      return status;
+    }
+  }
+  const auto nothing = [](const Copy& copy) { return copy.dst == nullptr; };
+  copies.erase(std::remove_if(copies.begin(), copies.end(), nothing), copies.end());
   // A batch has no order. Whoever relies on one finds it reversed, or shuffled.
   if (device.schedule == Schedule::kRandom) {
     std::shuffle(copies.begin(), copies.end(), device.random);
@@ -164,6 +201,7 @@ void begin_copies(Device& device, std::vector<Copy>& copies) {
     copy.poisoned = reads_freed_memory(copy);
     for (const std::shared_ptr<HostRange>& range : copy.sources) ++range->readers;
   }
+  return status::kSuccess;
 }
 
 void run_copies(const std::vector<Copy>& copies) noexcept {

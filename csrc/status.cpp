@@ -47,6 +47,19 @@ bool enqueued_nothing(Status status) noexcept {
   }
 }
 
+bool declined(Status status) noexcept {
+  switch (status) {
+    case status::kInvalidValue:
+    case status::kNotSupported:
+    case status::kNoBinaryForGpu:
+    case status::kInvalidPtx:
+    case status::kLaunchOutOfResources:
+      return true;
+    default:
+      return false;
+  }
+}
+
 const char* remedy(Status status) noexcept {
   if (status == status::kDeinitialized) {
     return "The driver is shutting down: end what copies before the process exits";

@@ -12,6 +12,8 @@ namespace pinstage {
 bool is_fatal(Status status) noexcept;
 // True when a call that returned `status` certainly enqueued nothing (and did not merely report an older fault).
 bool enqueued_nothing(Status status) noexcept;
+// True when the driver took nothing, because it does not do this kind of call here; others may do the same.
+bool declined(Status status) noexcept;
 // What the caller can do about it: the last sentence of an error's message.
 const char* remedy(Status status) noexcept;
 

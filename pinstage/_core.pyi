@@ -226,6 +226,15 @@ class Device:
     def numa_node(self, node: int | None) -> None: ...
 
     @property
+    def refuses_scatter(self) -> bool:
+        """
+        Pieces of a slot travel by driver copies, not by a kernel: because the driver refused it, or, for tests and measurements, because this was set.
+        """
+
+    @refuses_scatter.setter
+    def refuses_scatter(self, arg: bool, /) -> None: ...
+
+    @property
     def usable(self) -> bool:
         """False after shutdown() and in a forked child."""
 

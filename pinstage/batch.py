@@ -24,9 +24,10 @@ def copy_batch_(dsts: Sequence[torch.Tensor], srcs: Sequence[Any], *, pool: Stag
     """Copies like ``torch._foreach_copy_(dsts, srcs)``, and `srcs` may be written at once (contract: snapshot).
 
     All pairs share one slot and one fence per device (one per 4 MB of a large batch), and as few driver calls as the
-    destinations allow: neighbours in memory become one copy, equally spaced rows of one size too, and the rest goes in
-    one `cuMemcpyBatchAsync`, where the driver has it and the stream is not the default one. Where destinations overlap,
-    the later pair wins, as in a loop.
+    destinations allow: neighbours in memory become one copy, equally spaced rows of one size too. The rest, if it is
+    three copies or more, goes by one kernel, which reads the slot in place and writes each destination; on any stream.
+    More than 1 MB, or where the driver refuses the kernel, it goes in one `cuMemcpyBatchAsync`, if the driver has it
+    and the stream is not the default one. Where destinations overlap, the later pair wins, as in a loop.
 
     What `copy_` takes is taken in each pair. Everything is checked before the first copy is enqueued: if a check fails,
     no dst has changed.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ DeviceLike: TypeAlias = Any
 
 _cuda_devices: dict[int, _core.Device] = {}
 _simulated_devices: dict[int, _core.Device] = {}  # by id(); each Device keeps its simulation alive
+_opening = threading.RLock()  # a device is opened once, although opening it lets other threads run
 
 
 def resolve(device: DeviceLike = None) -> _core.Device:
@@ -60,9 +62,13 @@ def resolve(device: DeviceLike = None) -> _core.Device:
         if str(named) == "cuda" and torch.cuda.is_available():
             named = torch.device("cuda", torch.cuda.current_device())
         index = named.index or 0
-    if index not in _cuda_devices:
-        _cuda_devices[index] = cuda.open_device(index)
-    return _cuda_devices[index]
+    core = _cuda_devices.get(index)
+    if core is None:
+        with _opening:
+            core = _cuda_devices.get(index)
+            if core is None:
+                core = _cuda_devices[index] = cuda.open_device(index)
+    return core
 
 
 def _simulated(simulation: _core.SimulatedDevice) -> _core.Device:
@@ -70,7 +76,10 @@ def _simulated(simulation: _core.SimulatedDevice) -> _core.Device:
     if core is None:
         if simulation.closed:
             raise DriverError(f"simulated:{simulation.index} is closed; use a device that is open")
-        core = _simulated_devices[id(simulation)] = _core.Device.simulated(simulation)
+        with _opening:
+            core = _simulated_devices.get(id(simulation))
+            if core is None:
+                core = _simulated_devices[id(simulation)] = _core.Device.simulated(simulation)
     return core
 
 

@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pinstage
-from pinstage import CaptureError, DriverError, PoolExhausted
+from pinstage import CaptureError, DriverError, PoolExhausted, devices
 from pinstage.testing import SimulatedDevice
 
 INT, LONG, FLOAT, BYTE = torch.int32, torch.int64, torch.float32, torch.uint8
 KB = 1024
 MANY = 16
+KERNEL, BATCH, ONE = "cuLaunchKernel", "cuMemcpyBatchAsync", "cuMemcpyHtoDAsync"
+PITCHED, FENCE = "cuMemcpy2DAsync", "cuEventRecord"
 
 
 def made_by(dev, body):
@@ -27,7 +29,12 @@ def made_by(dev, body):
     before = dev.calls
     result = body()
     made = {name: count - before[name] for name, count in dev.calls.items()}
-    return result, {name: made[name] for name in made if made[name] and ("Memcpy" in name or name == "cuEventRecord")}
+    return result, {name: made[name] for name in made if made[name] and ("Memcpy" in name or name in (KERNEL, FENCE))}
+
+
+def without_kernel(dev):
+    """As where the driver declined to launch it (scatter.h)."""
+    devices.resolve(dev).refuses_scatter = True
 
 
 # --- the race ---------------------------------------------------------------------------------------------------------
@@ -185,33 +192,43 @@ def test_any_batch_leaves_what_a_loop_leaves(pieces, schedule, own_stream):
 
 # --- one submission ---------------------------------------------------------------------------------------------------
 
-BATCH, ONE, PITCHED, FENCE = "cuMemcpyBatchAsync", "cuMemcpyHtoDAsync", "cuMemcpy2DAsync", "cuEventRecord"
+# name: destinations; the calls with the kernel, without it, and without it on the default stream
 SUBMISSIONS = {
-    "separate": (lambda dev: [dev.empty(65 + i, INT) for i in range(MANY)], {BATCH: 1}, {ONE: MANY}),
-    "adjacent": (lambda dev: list(dev.empty((MANY, 64), INT)), {ONE: 1}, {ONE: 1}),
-    "rows": (lambda dev: list(dev.empty((MANY, 64), INT)[:, :60]), {PITCHED: 1}, {PITCHED: 1}),
-    "backwards": (lambda dev: list(dev.empty((MANY, 64), INT))[::-1], {ONE: 1}, {ONE: 1}),
+    "separate": (lambda dev: [dev.empty(65 + i, INT) for i in range(MANY)], {KERNEL: 1}, {BATCH: 1}, {ONE: MANY}),
+    "adjacent": (lambda dev: list(dev.empty((MANY, 64), INT)), {ONE: 1}, {ONE: 1}, {ONE: 1}),
+    "rows": (lambda dev: list(dev.empty((MANY, 64), INT)[:, :60]), {PITCHED: 1}, {PITCHED: 1}, {PITCHED: 1}),
+    "backwards": (lambda dev: list(dev.empty((MANY, 64), INT))[::-1], {ONE: 1}, {ONE: 1}, {ONE: 1}),
     "rows_and_separate": (
         lambda dev: [*dev.empty((MANY, 64), INT)[:, :60], *(dev.empty(65 + i, INT) for i in range(4))],
+        {PITCHED: 1, KERNEL: 1},
         {PITCHED: 1, BATCH: 1},
         {PITCHED: 1, ONE: 4},
     ),
-    "two": (lambda dev: [dev.empty(64, INT), dev.empty(6, INT)], {ONE: 2}, {ONE: 2}),
-    "pitched": (lambda dev: [dev.empty((4, 64), INT)[:, :60] for _ in range(3)], {PITCHED: 3}, {PITCHED: 3}),
-}
+    "two": (lambda dev: [dev.empty(64, INT), dev.empty(6, INT)], {ONE: 2}, {ONE: 2}, {ONE: 2}),
+    "pitched": (
+        lambda dev: [dev.empty((4, 64), INT)[:, :60] for _ in range(3)], {PITCHED: 3}, {PITCHED: 3}, {PITCHED: 3},
+    ),
+    "many_bytes": (lambda dev: [dev.empty((400 + i) * KB, BYTE) for i in range(3)], {BATCH: 1}, {BATCH: 1}, {ONE: 3}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SUBMISSIONS)
 @pytest.mark.parametrize("own_stream", [True, False])
-def test_batch_is_as_few_driver_calls_as_can_be_and_one_fence(dev, name, own_stream):
-    """Case 19: a batch call would be refused on the default stream."""
-    make, on_stream, on_default = SUBMISSIONS[name]
+@pytest.mark.parametrize("kernel", [True, False])
+def test_batch_is_as_few_driver_calls_as_can_be_and_one_fence(dev, name, own_stream, kernel):
+    """Case 19: a batch call would be refused on the default stream, a kernel is not."""
+    make, by_kernel, on_stream, on_default = SUBMISSIONS[name]
+    if not kernel:
+        without_kernel(dev)
     pool, dsts = pinstage.StagingPool(dev), make(dev)
     sources = [torch.ones(dst.shape, dtype=dst.dtype) for dst in dsts]
     with dev.stream(None if own_stream else dev.default_stream):
         copies = pool.stats().copies
         _, made = made_by(dev, lambda: pinstage.copy_batch_(dsts, sources, pool=pool))
-        assert made == {**(on_stream if own_stream else on_default), FENCE: 1}
+        expected = by_kernel if kernel else on_stream
+        if expected == on_stream and not own_stream:
+            expected = on_default
+        assert made == {**expected, FENCE: 1}
         assert pool.stats().copies == copies + 1
         dev.synchronize()
     assert all(bool((dst == 1).all()) for dst in dsts)
@@ -223,8 +240,10 @@ def test_destinations_of_two_allocations_are_never_one_copy(dev):
     gaps = {b.data_ptr() - a.data_ptr() for a, b in itertools.pairwise(blocks)}
     assert len(gaps) < len(blocks) - 1  # many are equally spaced
     with dev.stream():
-        _, made = made_by(dev, lambda: pinstage.copy_batch_(blocks, [torch.ones(64, dtype=INT)] * len(blocks)))
-        assert made == {BATCH: 1, FENCE: 1}
+        for call in (KERNEL, BATCH):
+            _, made = made_by(dev, lambda: pinstage.copy_batch_(blocks, [torch.ones(64, dtype=INT)] * len(blocks)))
+            assert made == {call: 1, FENCE: 1}
+            without_kernel(dev)
 
 
 @pytest.mark.both
@@ -265,11 +284,80 @@ def test_batch_of_many_bytes_goes_in_several_slots(dev):
     assert all(bool((dst == 1).all()) for dst in dsts)
 
 
-# --- drivers without batches ------------------------------------------------------------------------------------------
+# --- drivers without the kernel, or without batches -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [1, 801, 209, 218, 701])
+@pytest.mark.parametrize("entry", [KERNEL, "cuMemHostGetDevicePointer"])
+def test_refused_kernel_goes_piece_by_piece_and_the_next_is_not_tried(dev, status, entry):
+    pool, dsts = pinstage.StagingPool(dev), [dev.zeros(3 * KB + i, INT) for i in range(MANY)]
+    sources = [torch.ones(dst.shape, dtype=INT) for dst in dsts]
+    with dev.stream():
+        dev.fail(entry, status=status)
+        _, made = made_by(dev, lambda: pinstage.copy_batch_(dsts, sources, pool=pool))
+        made.pop(KERNEL, None)
+        assert made == {ONE: 2 * MANY, FENCE: 1}
+        dev.synchronize()
+        assert all(bool((dst == 1).all()) for dst in dsts)
+        sources[0].fill_(2)
+        _, made = made_by(dev, lambda: pinstage.copy_batch_(dsts, sources, pool=pool))
+        assert made == {BATCH: 1, FENCE: 1}
+        sources[0].fill_(3)
+        dev.synchronize()
+    assert bool((dsts[0] == 2).all())
+
+
+@pytest.mark.parametrize("entry", ["cuModuleLoadData", "cuModuleGetFunction", "cuCtxGetCurrent"])
+@pytest.mark.parametrize("status", [2, 221, 719])
+def test_device_whose_driver_compiles_no_kernel_batches(entry, status):
+    """Of an error nobody is told: the kernel is one of several ways."""
+    with SimulatedDevice() as dev:
+        dev.fail(entry, status=status)
+        pool, dsts = pinstage.StagingPool(dev), [dev.zeros(65 + i, INT) for i in range(MANY)]
+        assert devices.resolve(dev).refuses_scatter
+        with dev.stream():
+            sources = [torch.ones(dst.shape, dtype=INT) for dst in dsts]
+            _, made = made_by(dev, lambda: pinstage.copy_batch_(dsts, sources, pool=pool))
+            assert made == {BATCH: 1, FENCE: 1}
+            dev.synchronize()
+        assert all(bool((dst == 1).all()) for dst in dsts)
+
+
+def test_refused_kernel_whose_pieces_are_refused_too_is_tried_again(dev):
+    pool, dsts = pinstage.StagingPool(dev), [dev.zeros(65 + i, INT) for i in range(MANY)]
+    sources = [torch.ones(dst.shape, dtype=INT) for dst in dsts]
+    pinstage.copy_batch_(dsts, sources, pool=pool)
+    dev.synchronize()
+    pool.reclaim()
+    before = pool.stats()
+    dev.fail(KERNEL, status=1)
+    dev.fail(ONE, status=1)
+    with pytest.raises(DriverError, match="cuMemcpyHtoDAsync failed"):
+        pinstage.copy_batch_(dsts, sources, pool=pool)
+    assert pool.stats() == before
+    dev.fail(KERNEL, status=1)
+    dev.fail(ONE, 3, status=1)
+    with pytest.raises(DriverError, match="cuMemcpyHtoDAsync failed"):
+        pinstage.copy_batch_(dsts, sources, pool=pool)
+    assert pool.stats().in_flight_bytes > 0  # two pieces are under way, and fenced
+    _, made = made_by(dev, lambda: pinstage.copy_batch_(dsts, sources, pool=pool))
+    assert made == {KERNEL: 1, FENCE: 1}
+
+
+@pytest.mark.parametrize(("status", "comes_back"), [(2, True), (900, True), (700, False)])
+def test_kernel_that_fails_otherwise_is_an_error(dev, status, comes_back):
+    pool, dsts = pinstage.StagingPool(dev), [dev.zeros(65 + i, INT) for i in range(MANY)]
+    dev.fail(KERNEL, status=status)
+    with pytest.raises(DriverError, match="cuLaunchKernel failed"):
+        pinstage.copy_batch_(dsts, [torch.ones(dst.shape, dtype=INT) for dst in dsts], pool=pool)
+    assert (pool.stats().in_flight_bytes == 0) == comes_back
+    assert not devices.resolve(dev).refuses_scatter
+    assert pool._consistent()
 
 
 @pytest.mark.parametrize("status", [1, 801])
 def test_refused_batch_goes_one_by_one_and_the_next_is_not_tried(dev, status):
+    without_kernel(dev)
     pool, dsts = pinstage.StagingPool(dev), [dev.zeros(65 + i, INT) for i in range(MANY)]
     sources = [torch.ones(dst.shape, dtype=INT) for dst in dsts]
     with dev.stream():
@@ -304,6 +392,7 @@ def test_batch_from_pageable_memory_goes_one_by_one(dev, monkeypatch, refused):
 
 
 def test_batch_refused_for_its_copies_is_tried_again(dev):
+    without_kernel(dev)
     pool, dsts = pinstage.StagingPool(dev), [dev.zeros(65 + i, INT) for i in range(MANY)]
     sources = [torch.ones(dst.shape, dtype=INT) for dst in dsts]
     with dev.stream():
@@ -319,6 +408,7 @@ def test_batch_refused_for_its_copies_is_tried_again(dev):
 @pytest.mark.parametrize(("status", "comes_back"), [(2, True), (900, True), (700, False)])
 def test_batch_that_fails_otherwise_is_an_error(dev, status, comes_back):
     """In capture a rejected batch would else be lost in silence."""
+    without_kernel(dev)
     pool, dsts = pinstage.StagingPool(dev), [dev.zeros(65 + i, INT) for i in range(MANY)]
     versions = [dst._version for dst in dsts]
     with dev.stream():

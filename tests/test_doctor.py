@@ -61,6 +61,17 @@ def test_failing_allocation_is_broken_with_its_remedy(no_gpu, monkeypatch, capsy
     assert "ulimit -l" in shown
 
 
+def test_driver_that_compiles_no_kernel_is_in_order_and_says_what_is_lost(no_gpu, monkeypatch, capsys):
+    class WithoutCompiler(SimulatedDevice):
+        def __init__(self):
+            super().__init__()
+            self.fail("cuModuleLoadData", status=221)
+
+    monkeypatch.setattr(doctor, "SimulatedDevice", WithoutCompiler)
+    assert main(["doctor"]) == 0
+    assert "pinning and copies work; the driver compiles no kernel" in capsys.readouterr().out
+
+
 def test_lying_device_is_broken(no_gpu, monkeypatch, capsys):
     """The control of the probe: its fence says done before the copy ran."""
     monkeypatch.setattr(doctor, "SimulatedDevice", lambda: SimulatedDevice(schedule="late", lying_queries=True))
@@ -100,7 +111,10 @@ def test_driver_without_an_optional_entry_is_in_order_and_says_what_is_lost(no_g
     monkeypatch.setattr(cuda, "driver_version", lambda: 12080)
     problems: list[str] = []
     found = doctor._driver(problems)
-    assert found == "CUDA 12.8; no cuMemcpyBatchAsync: many small copies are submitted one by one"
+    assert found == (
+        "CUDA 12.8; no cuMemcpyBatchAsync: many small copies are submitted one by one where the kernel does not bring "
+        "them; no cuLaunchKernel: many small copies and scattered rows are driver copies"
+    )
     assert problems == []
 
 

@@ -212,7 +212,17 @@ class Registered(Scenario):
         self.pool.trim()
 
 
-SCENARIOS = {"here": Scenario, "elsewhere": Elsewhere, "registered": Registered}
+class WithoutKernel(Scenario):
+    """A driver that declined to launch: the pieces of a slot travel as a batch of copies."""
+
+    def run(self, rounds=2):
+        pinstage.devices.resolve(self.dev).refuses_scatter = True
+        for _ in range(rounds):
+            self.do([self.uneven_batch, self.batch])
+        return self
+
+
+SCENARIOS = {"here": Scenario, "elsewhere": Elsewhere, "registered": Registered, "without kernel": WithoutKernel}
 # No call of ours: events are left to the driver's own end (I8), and no wait blocks inside the driver (I6).
 NEVER_CALLED = {"cuEventSynchronize", "cuEventDestroy"}
 # Only on the way to an error.
@@ -337,8 +347,8 @@ def fail_at(kind, entry, nth, status, unreached):
     where = f"{entry} number {nth}"
     times = 30 if (entry, status) == ("cuEventQuery", NOT_READY) else 1  # a fence that takes long
     with SimulatedDevice() as dev:
-        scenario = SCENARIOS[kind](dev)
         dev.fail(entry, nth, status, times)
+        scenario = SCENARIOS[kind](dev)  # opens the device, which loads a kernel
         scenario.run()
         if dev.calls[entry] < nth:
             unreached.append(where)

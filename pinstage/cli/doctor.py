@@ -34,7 +34,8 @@ DESCRIPTION = (
 # What pinstage can do without, and what is lost then.
 _OPTIONAL_ENTRIES = {
     "cuStreamGetId": "each fence is polled by itself",
-    "cuMemcpyBatchAsync": "many small copies are submitted one by one",
+    "cuMemcpyBatchAsync": "many small copies are submitted one by one where the kernel does not bring them",
+    "cuLaunchKernel": "many small copies and scattered rows are driver copies",
 }
 _ACCESS = {
     "shims": "torch's C functions (20-65 ns a tensor)",
@@ -147,6 +148,7 @@ def _probe(name: str, device: Any, zeros: Callable[[], torch.Tensor], problems: 
         ticket.wait(timeout=30)
         right = torch.equal(dst.cpu(), src)
         pageable = pool.stats().pageable
+        kernel = not pool.device.refuses_scatter
         pool.close()
     except (pinstage.PinstageError, RuntimeError) as error:
         problems.append(
@@ -157,7 +159,13 @@ def _probe(name: str, device: Any, zeros: Callable[[], torch.Tensor], problems: 
     if not right:
         problems.append(f"{name}: a copy brought wrong bytes although its fence passed. Please report this")
         return "copies are wrong"
-    return "copies work, from pageable memory (PINSTAGE_PINNED=never)" if pageable else "pinning and copies work"
+    if pageable:
+        return "copies work, from pageable memory (PINSTAGE_PINNED=never)"
+    if not kernel:
+        return (
+            "pinning and copies work; the driver compiles no kernel: small copies and scattered rows are driver copies"
+        )
+    return "pinning and copies work"
 
 
 def _placement(index: int) -> str:

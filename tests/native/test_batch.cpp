@@ -117,6 +117,7 @@ TEST("a range holds what lies wholly in it") {
 // A pool over a simulated device, whose driver table lacks what old drivers lack.
 struct OldDriver {
   OldDriver() : sim(Schedule::kLate) {
+    sim.driver.launch_kernel = nullptr;
     sim.driver.memcpy_batch_async = nullptr;
     sim.driver.mem_get_address_range = nullptr;
     device = std::make_shared<Device>(sim.driver, sim.device.context(), DeviceKind::kSimulated, 0, nullptr, nullptr);
