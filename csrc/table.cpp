@@ -9,6 +9,7 @@
 #include <new>
 #include <string>
 
+#include "scatter.h"
 #include "stage.h"
 #include "team.h"
 
@@ -279,8 +280,75 @@ Gather part_of(const Gather& all, const std::vector<std::int32_t>& lines, std::i
 
 }  // namespace
 
+bool Table::worth_scattering(const Taken& taken, const Pool& pool) const noexcept {
+  const std::int64_t nbytes = static_cast<std::int64_t>(taken.lacked.size()) * row_bytes(taken.window);
+  if (nbytes == 0 || taken.fill_to > taken.window.width || !can_scatter(pool)) return false;
+  if (taken.runs.empty() || taken.rows.size() > taken.lacked.size()) return true;
+  return taken.runs.size() >= kFewestScattered && nbytes <= static_cast<std::int64_t>(kMostScatteredBytes);
+}
+
+// Line by line, whatever the runs. Lines that lie alike on a vector of the kernel go together: they are as far apart in
+// the slot as one is from the next, which is how they are gathered.
+Ticket Table::send_scattered(const Taken& taken, Pool& pool, DevicePtr dst, Stream stream, const Wait& wait) {
+  Gather all = gather_of(taken.window, source());
+  const auto line_bytes = static_cast<std::size_t>(all.row_bytes);
+  // Of all outer indices, because these too are lines one behind the other.
+  std::vector<std::int64_t> lines;
+  const std::vector<std::int32_t> numbers = line_numbers(taken.lacked, taken.window);
+  lines.reserve(numbers.size() * static_cast<std::size_t>(shape_.outer));
+  for (std::int64_t outer = 0; outer < shape_.outer; ++outer) {
+    for (const std::int32_t number : numbers) lines.push_back(outer * all.src_rows + number);
+  }
+  all.src_rows *= shape_.outer;
+  all.outer = 1;
+  all.index_is_64 = true;
+  const auto place = [&](std::int64_t number) { return dst + static_cast<DevicePtr>(number * all.src_row_stride); };
+  const auto from_vector = [&](std::int64_t number) { return place(number) % kScatterVector; };
+  if (all.src_row_stride % static_cast<std::int64_t>(kScatterVector) != 0) {
+    std::stable_sort(lines.begin(), lines.end(),
+                     [&](std::int64_t a, std::int64_t b) { return from_vector(a) < from_vector(b); });
+  }
+
+  Ticket ticket{pool.shared_device()};
+  const std::size_t most_bytes = Scatter::most_bytes(line_bytes);
+  const std::size_t most = std::max<std::size_t>(pool.piece_bytes(lines.size() * most_bytes) / most_bytes, 1);
+  for (std::size_t begin = 0; begin < lines.size(); begin += most) {
+    const std::size_t end = std::min(begin + most, lines.size());
+    Scatter layout;
+    struct Alike {
+      std::size_t first, count, offset, stride;
+    };
+    std::vector<Alike> groups;
+    for (std::size_t i = begin; i < end; ++i) {
+      const std::size_t offset = layout.add(place(lines[i]), line_bytes);
+      if (i == begin || from_vector(lines[i]) != from_vector(lines[i - 1])) groups.push_back({i, 0, offset, 0});
+      Alike& group = groups.back();
+      if (group.count++ == 1) group.stride = offset - group.offset;
+    }
+    pool.stage_several(
+        layout.slot_bytes(), stream, wait,
+        [&](char* slot) {
+          for (const Alike& group : groups) {
+            Gather g = all;
+            g.index = lines.data() + group.first;
+            g.count = static_cast<std::int64_t>(group.count);
+            g.dst = slot + group.offset;
+            g.dst_row_stride = static_cast<std::int64_t>(group.stride);
+            gather_in_parallel(g);
+          }
+          layout.write_pieces(slot);
+        },
+        [&](const char* slot, std::size_t* enqueued, const char** call) {
+          return layout.enqueue(pool.device(), slot, stream, enqueued, call);
+        },
+        &ticket);
+  }
+  return ticket;
+}
+
 std::optional<Ticket> Table::send(const Taken& taken, Pool& pool, DevicePtr dst, Stream stream, const Wait& wait) {
   const Window& window = taken.window;
+  if (worth_scattering(taken, pool)) return send_scattered(taken, pool, dst, stream, wait);
   if (taken.runs.empty()) return std::nullopt;
   if (row_bytes(window) == 0) return pool.device().fence(stream);  // there are tails to fill
   const std::int64_t row_stride = shape_.planes * shape_.columns;

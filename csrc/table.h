@@ -5,8 +5,9 @@
 //
 //   host      [outer, rows, planes, columns], written by anyone at any time
 //     take()       the rows that a commit names and the device lacks; from here on they count as sent
-//   Taken ──── send()         snapshot into a slot, one pitched copy for each run of rows, one fence
-//         ──── send_packed()  or, scattered: their numbers and they, as one dense copy, for a scatter on the device
+//   Taken ──── send()         snapshot into a slot, one fence: a pitched copy for each of a few runs of rows, or one
+//         │                   kernel that brings each row to its place (scatter.h)
+//         ──── send_packed()  without that kernel: their numbers and they, as one dense copy, for torch to scatter
 //         ──── put_back()     when they were not sent after all
 //
 // With Tracking::kCompare a shadow holds what was last taken. Rows are snapshot from it, so that what counts as sent is
@@ -80,11 +81,11 @@ class Table {
   Taken take(const NamedRows& named, const Window& window, bool pad);
   void put_back(const Taken& taken);
 
-  // Snapshots what was taken and copies it to the table at `dst` on the device. Nothing when no pitched copies suit:
-  // scattered rows, or rows that the copy engine is slow at.
+  // Snapshots what was taken and copies it to the table at `dst` on the device. Nothing when torch has to: tails of
+  // scattered rows are to be filled, or the kernel is refused and no pitched copies suit.
   std::optional<Ticket> send(const Taken& taken, Pool& pool, DevicePtr dst, Stream stream, const Wait& wait);
 
-  // For a scatter on the device: bytes of the int64 numbers of `count` rows, then of the rows themselves.
+  // For a scatter by torch: bytes of the int64 numbers of `count` rows, then of the rows themselves.
   static constexpr std::int64_t packed_index_bytes(std::int64_t count) noexcept { return (count * 8 + 255) & ~255; }
   std::int64_t row_bytes(const Window& window) const noexcept {
     return shape_.outer * window.planes * window.width * shape_.itemsize;
@@ -97,8 +98,9 @@ class Table {
   Ticket send_rows(const NamedRows& index, const Window& window, Pool& pool, const CopyPlan& plan, DevicePtr dst,
                    Stream stream, const Wait& wait);
 
-  // Runs of rows that get a copy each. A copy costs the host 1.6 us, a scatter about 20: a new tensor, views of it, a
-  // copy and a kernel (H200, from what its parts cost; `python benchmarks cache_manager` measures both).
+  // Without the kernel: runs of rows that get a copy each. A copy costs the host 1.6 us, a scatter by torch about 20: a
+  // new tensor, views of it, a copy and a kernel (H200, from what its parts cost; `python benchmarks cache_manager`
+  // measures both).
   std::size_t most_runs = 12;
   // Rows that the device has already go along, if that makes one copy of all, up to so many bytes: what one thread
   // snapshots in the time of a scatter.
@@ -117,6 +119,8 @@ class Table {
   bool lacks(std::int64_t row, const Window& window, bool pad) const noexcept;
   bool has_first(std::int64_t rows, const Window& window, bool pad) const noexcept;
   void find_runs(Taken* taken, bool gaps_may_travel) const;
+  bool worth_scattering(const Taken& taken, const Pool& pool) const noexcept;
+  Ticket send_scattered(const Taken& taken, Pool& pool, DevicePtr dst, Stream stream, const Wait& wait);
   void count_as_sent(Taken* taken, bool pad) noexcept;
   Gather gather_of(const Window& window, const char* base) const noexcept;
   std::vector<std::int32_t> line_numbers(const std::vector<std::int32_t>& rows, const Window& window) const;

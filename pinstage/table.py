@@ -156,9 +156,12 @@ class StagedTable:
 
         Only rows that are named and, where the table tracks, not known to be unchanged are sent, and of those only the
         live columns. With tracking, a wider commit also sends what a narrower one left out: rows that were marked are
-        sent once more, so let `width` grow in steps. A few runs of neighbours go as one pitched copy each; more than
-        that as one copy of all from the first to the last, if that sends few others and `rows` names those too, else
-        packed, to be scattered on the device.
+        sent once more, so let `width` grow in steps.
+
+        One or two runs of neighbours, or a few large ones, go as a pitched copy each. Scattered rows go by one kernel,
+        which reads them in the staging slot and writes each to its place; where their tails are to be padded, or the
+        driver refuses the kernel, as a copy for each run if these are few, as one copy of all from the first to the
+        last if that sends few others and `rows` names those too, else packed, to be scattered by torch.
 
         Args:
             rows: an int is the first so many rows; a 1-D int32 or int64 CPU tensor, NumPy array, list or range are
@@ -355,7 +358,10 @@ class StagedTable:
         return core.fence(handle)
 
     def _scatter(self, taken: _core.TakenRows, window: tuple[int, int, int], handle: int, pool: StagingPool) -> None:
-        """Rows that no few pitched copies bring: packed with their numbers into a new tensor on the device."""
+        """Rows that neither the kernel nor a few pitched copies bring: packed, with their numbers, for torch.
+
+        The kernel knows no padding, and some drivers have no kernel.
+        """
         core = self._core_device
         core.require_not_capturing(handle)
         plane, planes, width = window

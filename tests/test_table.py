@@ -34,7 +34,7 @@ def load_kernels(rig):
         return
     LOADED.add("kernels")
     table = StagedTable((4, 2, 8), torch.int32, rig.device)
-    for most_runs in (0, 8):
+    for most_runs in (0, 8):  # with tails to pad, which torch does
         table._core.most_runs = most_runs
         table.commit([0, 2], width=3, pad=most_runs + 1).wait()
 
@@ -47,12 +47,14 @@ def write(table, value, rows=None):
         table.mark(rows)
 
 
-# How a commit sends rows 0, 2, 4, ... of sixteen: what the thresholds are set to, the rows it is asked for.
+# How a commit sends rows 0, 2, 4, ... of sixteen: whether by the kernel where it likes to, what the thresholds are set
+# to, the rows it is asked for.
 WAYS = {
-    "prefix": (8, 0, 16),
-    "a copy each": (8, 0, list(range(0, 16, 2))),
-    "one copy of all": (1, 1 << 20, None),
-    "scattered": (1, 0, list(range(0, 16, 2))),
+    "prefix": (True, 8, 0, 16),
+    "kernel": (True, 8, 0, list(range(0, 16, 2))),
+    "a copy each": (False, 8, 0, list(range(0, 16, 2))),
+    "one copy of all": (False, 1, 1 << 20, None),
+    "scattered by torch": (False, 1, 0, list(range(0, 16, 2))),
 }
 
 
@@ -63,7 +65,8 @@ def test_host_table_may_be_written_as_soon_as_a_commit_returns(rig, track, way):
     """Cases 1 and 32: only the live columns travel, and the tail is kept."""
     pool = rig.pool()
     tables = [table_of(rig, pool=pool, track=track) for _ in range(2)]
-    most_runs, most_surplus, rows = WAYS[way]
+    kernel, most_runs, most_surplus, rows = WAYS[way]
+    rig.core().refuses_scatter = not kernel
     written = range(16) if way == "prefix" else range(0, 16, 2)
     with rig.stream(), rig.gate():
         for value, table in enumerate(tables, start=1):
@@ -79,11 +82,12 @@ def test_host_table_may_be_written_as_soon_as_a_commit_returns(rig, track, way):
 
 
 @pytest.mark.raced
-@pytest.mark.parametrize("most_runs", [0, 8], ids=["scattered", "pitched"])
-def test_each_consumer_of_a_step_sees_its_own_commit(rig, most_runs):
+@pytest.mark.parametrize("way", ["kernel", "scattered by torch", "pitched"])
+def test_each_consumer_of_a_step_sees_its_own_commit(rig, way):
     """Case 5: K commits of one table inside one step, behind a gate, each read by a kernel of its own."""
     table = table_of(rig, (4, 128), track="marks")
-    table._core.most_runs = most_runs
+    rig.core().refuses_scatter = way != "kernel"
+    table._core.most_runs = 8 if way == "pitched" else 0
     seen = [rig.filled((4, 128), torch.int32, 0) for _ in range(5)]
     with rig.stream(), rig.gate():
         for step, result in enumerate(seen, start=1):
@@ -171,20 +175,23 @@ class Model:
 
     def __init__(self, rig, seed, track):
         self.dice, self.track = random.Random(seed), track
-        shape, dim = self.dice.choice([((12, 40), 0), ((12, 3, 40), 0), ((3, 12, 2, 40), 1), ((2, 12, 40), 1)])
+        self.columns = self.dice.choice([40, 40, 37, 48])
+        shape, dim = self.dice.choice([((12,), 0), ((12, 3), 0), ((3, 12, 2), 1), ((2, 12), 1)])
+        shape = (*shape, self.columns)
         dtype = self.dice.choice([torch.int32, torch.int64, torch.uint8, torch.float32, torch.bfloat16, torch.bool])
         self.table = StagedTable(shape, dtype, rig.device, dim=dim, track=track, pool=rig.pool())
+        rig.core().refuses_scatter = self.dice.choice([False, False, True])
         self.table._core.most_runs = self.dice.choice([0, 1, 2, 8])
         self.table._core.most_surplus_bytes = self.dice.choice([0, 500, 1 << 20])
-        self.grid = (-1 if dim else 1, 12, 1 if len(shape) == dim + 2 else shape[dim + 1], 40)
+        self.grid = (-1 if dim else 1, 12, 1 if len(shape) == dim + 2 else shape[dim + 1], self.columns)
         self.mirror = torch.zeros(shape, dtype=dtype)
         self.pads = {torch.bool: [True, False]}.get(dtype, [0, 1, 7, 7])
 
     def write(self):
         rows = self.dice.sample(range(12), self.dice.choice([0, 1, 3, 12]))
         for row in rows:
-            begin = self.dice.randrange(40)
-            part = self.table.host.view(self.grid)[:, row, :, begin : self.dice.randint(begin, 40)]
+            begin = self.dice.randrange(self.columns)
+            part = self.table.host.view(self.grid)[:, row, :, begin : self.dice.randint(begin, self.columns)]
             part.copy_(torch.randint(0, 100, part.shape, generator=torch.manual_seed(self.dice.randrange(1 << 30))))
         if self.track == "marks":
             self.table.mark(rows)
@@ -193,7 +200,7 @@ class Model:
         rows = self.dice.choice(
             [None, self.dice.randint(0, 12), self.dice.choices(range(12), k=self.dice.randint(0, 9))]
         )
-        width = self.dice.choice([None, *(self.dice.randint(0, 40) for _ in range(3))])
+        width = self.dice.choice([None, *(self.dice.randint(0, self.columns) for _ in range(3))])
         pad = self.dice.choice([None, None, self.dice.choice(self.pads)])
         planes = None
         if self.grid[2] > 1:
@@ -223,40 +230,51 @@ def test_mirror_holds_exactly_what_was_committed(rig, seed, track):
             rig.expect(model.table.device, model.mirror)
 
 
-def copies(dev):
-    return sum(dev.calls[f"cuMemcpy{kind}Async"] for kind in ("HtoD", "2D", "3D"))
+def submissions(dev):
+    return {kind: dev.calls[kind] for kind in ("cuMemcpyHtoDAsync", "cuMemcpy2DAsync", "cuMemcpy3DAsync", LAUNCH)}
 
 
-def test_only_what_changed_travels_and_only_its_live_columns():
-    """Case 32: bytes in the slot, driver copies."""
+LAUNCH = "cuLaunchKernel"
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_only_what_changed_travels_and_only_its_live_columns(kernel):
+    """Case 32: bytes in the slot, driver copies or launches. Three runs and more are one launch."""
     with SimulatedDevice() as dev:
         pool = pinstage.StagingPool(dev)
+        pinstage.devices.resolve(dev).refuses_scatter = not kernel
         for track in ("marks", "compare"):
             table = StagedTable((1, 256, 2, 1024), torch.int32, dev, dim=1, track=track, pool=pool)
+            # name, rows written, of the commit; copies, bytes; those by the kernel where it launches one
             steps = [
-                ("nothing written", [], {}, 0, 0),
-                ("scattered", range(0, 256, 16), {}, 1, 256 + 16 * 8192),
-                ("a row", [3], {"width": 64}, 1, 2 * 256),
-                ("unchanged", [], {"width": 64}, 0, 0),
-                ("neighbours", [7, 8, 9], {"width": 64}, 1, 6 * 256),
-                ("apart", [0, 100, 200], {"width": 64}, 3, 6 * 256),
-                ("eight runs", range(0, 16, 2), {"width": 64}, 8, 16 * 256),
-                ("close together", range(0, 40, 2), {"width": 64}, 1, 39 * 2 * 256),
-                ("not asked for", [50], {"rows": 50, "width": 64}, 0, 0),
-                ("asked for", [], {"rows": 51, "width": 64}, 1, 512),
-                ("a plane", [9], {"planes": 1, "width": 64}, 1, 256),
+                ("nothing written", [], {}, 0, 0, None),
+                ("scattered", range(0, 256, 16), {}, 1, 256 + 16 * 8192, 16 * (8192 + 16)),
+                ("a row", [3], {"width": 64}, 1, 2 * 256, None),
+                ("unchanged", [], {"width": 64}, 0, 0, None),
+                ("neighbours", [7, 8, 9], {"width": 64}, 1, 6 * 256, None),
+                ("two runs", [0, 100], {"width": 64}, 2, 4 * 256, None),
+                ("apart", [0, 100, 200], {"width": 64}, 3, 6 * 256, 6 * (256 + 16)),
+                ("eight runs", range(0, 16, 2), {"width": 64}, 8, 16 * 256, 16 * (256 + 16)),
+                ("close together", range(0, 40, 2), {"width": 64}, 1, 39 * 2 * 256, 40 * (256 + 16)),
+                ("not asked for", [50], {"rows": 50, "width": 64}, 0, 0, None),
+                ("asked for", [], {"rows": 51, "width": 64}, 1, 512, None),
+                ("a plane", [9], {"planes": 1, "width": 64}, 1, 256, None),
             ]
-            for name, rows, options, expected_copies, expected_bytes in steps:
+            for name, rows, options, expected_copies, expected_bytes, scattered_bytes in steps:
+                launched = kernel and scattered_bytes is not None
+                nbytes = scattered_bytes if launched else expected_bytes
                 table.host[:, list(rows)] += 1
                 if track == "marks":
                     table.mark(rows)
                 dev.synchronize()
                 pool.reclaim()
-                before, made = copies(dev), pool.stats().copies
+                before, made = submissions(dev), pool.stats().copies
                 table.commit(**options)
-                assert copies(dev) - before == expected_copies, (track, name)
+                done = {kind: count - before[kind] for kind, count in submissions(dev).items()}
+                assert done.pop(LAUNCH) == int(launched), (track, name)
+                assert sum(done.values()) == (0 if launched else expected_copies), (track, name)
                 assert pool.stats().copies - made == min(expected_copies, 1), (track, name)
-                assert pool.stats().in_flight_bytes == -(-expected_bytes // 256) * 256, (track, name)
+                assert pool.stats().in_flight_bytes == -(-nbytes // 256) * 256, (track, name)
             dev.synchronize()
 
 
@@ -323,9 +341,11 @@ def test_ticket_of_an_unchanged_commit_covers_the_commit_before(rig):
 
 @pytest.mark.both
 @pytest.mark.parametrize("most_runs", [0, 8])
-def test_table_larger_than_a_slot_goes_in_pieces(rig, most_runs):
+@pytest.mark.parametrize("kernel", [True, False])
+def test_table_larger_than_a_slot_goes_in_pieces(rig, most_runs, kernel):
     pool = rig.pool(max_bytes=1 << 20)
     pool._most_piece_bytes = 32 << 10
+    rig.core().refuses_scatter = not kernel
     table = table_of(rig, (64, 2, 1000), pool=pool)
     table._core.most_runs = most_runs
     table.host.copy_(torch.arange(table.host.numel()).view(table.shape))

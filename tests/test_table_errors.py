@@ -171,9 +171,11 @@ def test_resized_table_is_refused_and_loses_nothing(dev, which, how):
 @pytest.mark.both
 @pytest.mark.parametrize("track", [None, "marks", "compare"])
 @pytest.mark.parametrize("most_runs", [0, 8])
-def test_commit_on_a_capturing_stream_raises_and_keeps_the_dirty_rows(rig, track, most_runs):
+@pytest.mark.parametrize("kernel", [True, False])
+def test_commit_on_a_capturing_stream_raises_and_keeps_the_dirty_rows(rig, track, most_runs, kernel):
     """Case 10. Also when there is nothing to send: whether a call is legal does not depend on the data."""
     table = table_of(rig, track)
+    rig.core().refuses_scatter = not kernel
     table._core.most_runs = most_runs
     change(table, 1)
     dst = rig.filled((2, 1, 2, 16), torch.int32, 0)
@@ -213,11 +215,12 @@ def test_full_pool_refuses_a_commit_and_the_rows_are_still_to_be_sent(rig, track
 
 # Every driver call of a commit, and which kind of commit makes it.
 CALLS = ["cuMemcpyHtoDAsync", "cuMemcpy2DAsync", "cuMemcpy3DAsync", "cuEventRecord", "cuStreamIsCapturing",
-         "cuEventCreate", "cuMemHostAlloc"]  # fmt: skip
+         "cuEventCreate", "cuMemHostAlloc", "cuLaunchKernel", "cuMemHostGetDevicePointer"]  # fmt: skip
 STEPS = {
     "pitched": (8, {"width": 5}),
     "runs": (8, {"rows": [0, 1, 4, 6]}),
     "scattered": (0, {"width": 5}),
+    "runs by torch": (0, {"rows": [0, 1, 4, 6]}),
     "padded": (8, {"width": 5, "pad": 7}),
     "scattered and padded": (0, {"width": 5, "pad": 7}),
     "a plane": (8, {"planes": 1, "width": 5}),
@@ -229,12 +232,14 @@ STEPS = {
 def test_commit_that_fails_anywhere_is_made_good_by_the_next(name, track):
     """Cases 25 and 26: each driver call, each time it is made."""
     most_runs, options = STEPS[name]
+    kernel = name in ("scattered", "runs")
     failures = 0
     for call in CALLS:
         for nth in range(1, 6):
             with SimulatedDevice() as dev:
                 table = StagedTable(SHAPE, torch.int32, dev, dim=1, track=track, pool=pinstage.StagingPool(dev))
                 table._core.most_runs = most_runs
+                pinstage.devices.resolve(dev).refuses_scatter = not kernel
                 table.host.random_(1, 100)
                 if track == "marks":
                     table.mark(range(8))
