@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from bulk import to_completion
-from measure import SETTLED, Call, interleaved, print_table, size_name, write_json
+from measure import SETTLED, Call, interleaved, print_table, size_name, without_kernel, write_json
 from overhead import floor
 from small import METADATA
 from steps import generated_requests, serve, traced_requests
@@ -29,8 +29,13 @@ LIVE = 220  # columns: 0.9 MB
 FLOOR = "driver floor of the live bytes"
 SCATTERED = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 SCATTERED_WIDTHS = (64, 1024, 8192)
-# most_runs, most_surplus_bytes that force a way
-TRAVELS = {"a copy each": (1 << 20, 0), "scatter": (0, 0), "one copy of all": (0, 1 << 40)}
+# most_runs, most_surplus_bytes that force a way where there is no kernel; and whether there is
+TRAVELS = {
+    "kernel": (0, 0, True),
+    "a copy each": (1 << 20, 0, False),
+    "scatter by torch": (0, 0, False),
+    "one copy of all": (0, 1 << 40, False),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -189,6 +194,7 @@ def metadata() -> Work:
 
     ways: dict[str, Call] = {
         "copy_batch_": lambda i: pinstage.copy_batch_(dsts, srcs),
+        "copy_batch_ without its kernel": without_kernel(lambda i: pinstage.copy_batch_(dsts, srcs)),
         "bare loop": bare,
         "fresh pinned loop": fresh,
     }
@@ -277,11 +283,7 @@ def scattered(args: argparse.Namespace) -> list[dict[str, Any]]:
         for count in SCATTERED:
             rows = list(range(0, 16 * count, 16))
             ways: dict[str, Call] = {}
-            for name, most_runs, surplus in (
-                ("a copy each", 1 << 20, 0),
-                ("scatter", 0, 0),
-                ("one copy of all", 0, 1 << 40),
-            ):
+            for name, (most_runs, surplus, kernel) in TRAVELS.items():
                 table = pinstage.StagedTable((1024, WIDTH), torch.int32, track="marks")
                 table._core.most_runs, table._core.most_surplus_bytes = most_runs, surplus
                 table.host.copy_(random_ids(1024, WIDTH))
@@ -291,11 +293,12 @@ def scattered(args: argparse.Namespace) -> list[dict[str, Any]]:
                     table.mark(index)
                     table.commit(width=width)  # noqa: B023
 
-                call(0)
+                way = call if kernel else without_kernel(call)
+                way(0)
                 torch.cuda.synchronize()
                 if not torch.equal(table.device[rows, :width].cpu(), table.host[rows, :width]):
                     raise RuntimeError(f"{count} rows by {name}: wrong bytes")
-                ways[name] = call
+                ways[name] = way
             rounds = max(args.rounds // 2, 5)
             host = interleaved(ways, rounds, synchronize=torch.cuda.synchronize, block=args.block)
             done = interleaved(

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+import pinstage
+
 Call = Callable[[int], object]
 
 # Seconds after which torch's OpenMP threads, which spin on after each parallel operation, have left the CPUs to others.
@@ -30,6 +32,20 @@ def pause(seconds: float) -> None:
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
+
+
+def without_kernel(call: Call) -> Call:
+    """The same call as where the driver refuses the kernel that brings pieces of a slot to their places."""
+    core = pinstage.devices.resolve()
+
+    def refused(i: int) -> object:
+        core.refuses_scatter = True
+        try:
+            return call(i)
+        finally:
+            core.refuses_scatter = False
+
+    return refused
 
 
 class Host(NamedTuple):

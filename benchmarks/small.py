@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from measure import SETTLED, Call, Host, interleaved, print_table, size_name, write_json
+from bulk import to_completion
+from measure import SETTLED, Call, Host, interleaved, print_table, size_name, without_kernel, write_json
 
 import pinstage
 
@@ -91,6 +92,7 @@ def batch_calls(dsts: list[torch.Tensor]) -> dict[str, Call]:
 
     calls: dict[str, Call] = {
         "copy_batch_": lambda i: pinstage.copy_batch_(dsts, srcs),
+        "without its kernel": without_kernel(lambda i: pinstage.copy_batch_(dsts, srcs)),
         "copy_ loop": copy_loop,
         "bare loop": bare_loop,
         "_foreach_copy_": lambda i: torch._foreach_copy_(dsts, pinned, non_blocking=True),
@@ -207,6 +209,36 @@ def measure(calls: dict[str, Call], args: argparse.Namespace, settle: float = 0.
     return times
 
 
+def kernel_or_copies(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """`copy_batch_` to tensors apart, by one kernel and by driver copies: where either is worth it."""
+    figures, cells = [], []
+    for count in (3, 4, 8, 16, 32, 64):
+        for nbytes in (256, 4 * KB, 15 * KB):
+            dsts = [device_bytes(nbytes + 512 * (1 + i * i % 7))[:nbytes] for i in range(count)]
+            srcs = [torch.ones(nbytes, dtype=torch.uint8) for _ in dsts]
+
+            def batch(i: int, dsts: list[torch.Tensor] = dsts, srcs: list[torch.Tensor] = srcs) -> None:
+                pinstage.copy_batch_(dsts, srcs)
+
+            ways: dict[str, Call] = {"kernel": batch, "driver copies": without_kernel(batch)}
+            host = measure(ways, args)
+            done = measure({name: to_completion(way) for name, way in ways.items()}, args)
+            cells.append(
+                [f"{count} x {size_name(nbytes)}", *(f"{host[n].median:.2f} ({done[n].median:.2f})" for n in ways)]
+            )
+            figures.append(
+                {
+                    "copies": count,
+                    "bytes": nbytes,
+                    "host_us": {n: t._asdict() for n, t in host.items()},
+                    "done_us": {n: t._asdict() for n, t in done.items()},
+                }
+            )
+    print("\ncopy_batch_ by one kernel and by driver copies: host time (until done), µs")
+    print_table(["", "kernel", "driver copies"], cells)
+    return figures
+
+
 def report(title: str, figures: dict[str, dict[str, Host]]) -> None:
     names = list(next(iter(figures.values())))
     print(f"\n{title}: median host time, µs")
@@ -236,9 +268,10 @@ def run(args: argparse.Namespace) -> int:
     report("many small copies", batches)
     report("Python lists", lists)
     report("strided and converting copies", others)
-    figures = {
+    figures: dict[str, Any] = {
         kind: {case: {name: time._asdict() for name, time in times.items()} for case, times in cases.items()}
         for kind, cases in (("batches", batches), ("lists", lists), ("others", others))
     }
+    figures["kernel_or_copies"] = kernel_or_copies(args)
     write_json(args.json, "small", figures)
     return 0
