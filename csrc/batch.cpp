@@ -68,13 +68,19 @@ class Submission {
       : pool_(pool),
         device_(pool.device()),
         stream_(stream),
-        pieces_(pieces),
         copies_(in_order ? one_each(pieces, count) : merge_pieces(pieces, count, &range_on_device, &device_)) {
+    segments_.reserve(count);
     if (!in_order) choose_way();
     for (std::size_t i = 0; i < copies_.size(); ++i) {
       BatchCopy& copy = copies_[i];
       const bool scattered = way_ == Way::kScatter && i < together_;
       copy.offset = scattered ? slot_.add(copy.dst, copy.plan.width) : slot_.place(copy.plan.nbytes());
+      std::size_t offset = copy.offset;
+      for (std::size_t piece = copy.first; piece < copy.first + copy.count; ++piece) {
+        segments_.push_back({pieces[piece].src, pieces[piece].plan.nbytes(), offset});
+        offset += segments_.back().nbytes;
+      }
+      end_ = offset;
     }
     if (way_ != Way::kBatch) return;
     dsts_.reserve(together_);
@@ -90,14 +96,7 @@ class Submission {
 
   void fill(char* slot) const {
     slot_.write_pieces(slot);
-    for (const BatchCopy& copy : copies_) {
-      char* to = slot + copy.offset;
-      for (std::size_t i = copy.first; i < copy.first + copy.count; ++i) {
-        const std::size_t nbytes = pieces_[i].plan.nbytes();
-        copy_bytes_in_parallel(to, pieces_[i].src, nbytes);
-        to += nbytes;
-      }
-    }
+    copy_segments_in_parallel(slot, segments_.data(), segments_.size(), 0, end_);
   }
 
   Status enqueue(const char* slot, std::size_t* enqueued, const char** call) noexcept {
@@ -139,7 +138,8 @@ class Submission {
     together_ = static_cast<std::size_t>(loose - copies_.begin());
     std::size_t nbytes = 0;
     for (std::size_t i = 0; i < together_; ++i) nbytes += copies_[i].plan.width;
-    if (together_ >= kFewestScattered && nbytes <= kMostScatteredBytes && can_scatter(pool_)) {
+    if (together_ >= kFewestScattered + nbytes / kScatteredBytesPerCopy && nbytes <= kMostScatteredBytes &&
+        can_scatter(pool_)) {
       way_ = Way::kScatter;
     } else if (together_ >= kFewestBatched && !on_legacy_stream(stream_) &&
                device_.driver().memcpy_batch_async != nullptr &&
@@ -160,11 +160,12 @@ class Submission {
   const Pool& pool_;
   Device& device_;
   const Stream stream_;
-  const BatchPiece* const pieces_;
   std::vector<BatchCopy> copies_;  // those that go together first
   Way way_ = Way::kLoop;
   std::size_t together_ = 0;
   Scatter slot_;
+  std::vector<Segment> segments_;
+  std::size_t end_ = 0;  // of their bytes
   std::vector<DevicePtr> dsts_, srcs_;
   std::vector<std::size_t> sizes_;
 };

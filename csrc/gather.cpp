@@ -142,21 +142,19 @@ void copy_bytes(void* dst, const void* src, std::size_t nbytes) noexcept {
   }
 }
 
-void concatenate(char* dst, const Segment* segments, std::size_t count, std::size_t begin,
-                 std::size_t nbytes) noexcept {
+void copy_segments(char* dst, const Segment* segments, std::size_t count, std::size_t begin, std::size_t end) noexcept {
   // Segments lie in memory of their own, a page each or more: they wait for what rows wait for (kHeadsAhead).
-  constexpr std::size_t kSegmentsAhead = 8;
-  for (std::size_t i = 0; i < std::min(count, kSegmentsAhead); ++i) {
-    kernels::prefetch<kernels::kAllLevels>(segments[i].data);
+  constexpr std::ptrdiff_t kSegmentsAhead = 8;
+  const Segment* const last = segments + count;
+  const Segment* segment =
+      std::partition_point(segments, last, [begin](const Segment& each) { return each.offset + each.nbytes <= begin; });
+  for (const Segment* ahead = segment; ahead < last && ahead - segment < kSegmentsAhead; ++ahead) {
+    kernels::prefetch<kernels::kAllLevels>(ahead->data);
   }
-  for (std::size_t i = 0; nbytes > 0; ++i) {
-    if (i + kSegmentsAhead < count) kernels::prefetch<kernels::kAllLevels>(segments[i + kSegmentsAhead].data);
-    const std::size_t skipped = std::min(begin, segments[i].nbytes);
-    const std::size_t n = std::min(segments[i].nbytes - skipped, nbytes);
-    copy_bytes(dst, segments[i].data + skipped, n);
-    begin -= skipped;
-    nbytes -= n;
-    dst += n;
+  for (; segment < last && segment->offset < end; ++segment) {
+    if (last - segment > kSegmentsAhead) kernels::prefetch<kernels::kAllLevels>(segment[kSegmentsAhead].data);
+    const std::size_t from = std::max(begin, segment->offset), to = std::min(end, segment->offset + segment->nbytes);
+    if (from < to) copy_bytes(dst + (from - begin), segment->data + (from - segment->offset), to - from);
   }
 }
 

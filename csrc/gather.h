@@ -46,13 +46,15 @@ GatherRange gather_range_for(const Gather& g, bool by_team = false) noexcept;
 // Plain copy of a contiguous block into a slot, by the kernel that suits its size.
 void copy_bytes(void* dst, const void* src, std::size_t nbytes) noexcept;
 
+// A run of bytes from anywhere, and where it goes in a slot.
 struct Segment {
   const char* data;
-  std::size_t nbytes;
+  std::size_t nbytes, offset;
 };
 
-// The bytes [begin, begin + nbytes) of `count` segments from anywhere, one behind the other.
-void concatenate(char* dst, const Segment* segments, std::size_t count, std::size_t begin, std::size_t nbytes) noexcept;
+// What falls of the segments between the bytes `begin` and `end` of the slot, into memory that stands for that range of
+// it. Their offsets ascend, and they do not overlap; bytes between them are left alone.
+void copy_segments(char* dst, const Segment* segments, std::size_t count, std::size_t begin, std::size_t end) noexcept;
 
 // The instruction set in use: "avx512", "avx2" or "portable".
 const char* isa() noexcept;

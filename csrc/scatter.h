@@ -27,9 +27,12 @@ class Device;
 class Pool;
 
 // Fewer copies than this are left to the copy engines, and so are more bytes, which they move without taking
-// multiprocessors from the model. To be measured.
+// multiprocessors from the model.
 inline constexpr std::size_t kFewestScattered = 3;
 inline constexpr std::size_t kMostScatteredBytes = std::size_t{1} << 20;
+// A batch of many bytes wants one copy more for each so many: 16 copies apart take 0.78 of the time of
+// cuMemcpyBatchAsync with 1 KB each, 0.89 with 4 KB and 0.95 with 16 KB, a few copies of 64 KB 1.1 to 1.2 of it (H200).
+inline constexpr std::size_t kScatteredBytesPerCopy = std::size_t{32} << 10;
 
 // Null: the driver has none, or refused it. Never an error. Nothing unloads it: it ends with its context (I8).
 Function load_scatter_kernel(const Device& device) noexcept;

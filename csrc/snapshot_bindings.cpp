@@ -160,6 +160,7 @@ bool try_copy_segments(nb::handle dst, nb::handle sources, nb::handle given_pool
   std::vector<Segment> segments;
   segments.reserve(static_cast<std::size_t>(count));
   std::int64_t rows = 0;
+  std::size_t nbytes = 0;
   // The list may change, and its tensors die, once the GIL is let go of.
   std::vector<nb::object> held;
   held.reserve(static_cast<std::size_t>(count));
@@ -174,7 +175,8 @@ bool try_copy_segments(nb::handle dst, nb::handle sources, nb::handle given_pool
       return false;
     }
     if (!takes_rows(d, s, 0, rows += s.shape[0])) return false;
-    segments.push_back({s.data, s.nbytes()});
+    segments.push_back({s.data, s.nbytes(), nbytes});
+    nbytes += s.nbytes();
   }
   const TensorView part = narrow(d, 0, rows);
   return snapshot(dst, part, given_pool, true, [&](Pool& pool, const CopyPlan& plan, Stream stream, auto&) {

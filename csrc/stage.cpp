@@ -89,7 +89,7 @@ void stage_segments(Pool& pool, const CopyPlan& plan, char* dst, const std::vect
                     const Wait& wait) {
   stage_all(pool, plan, reinterpret_cast<DevicePtr>(dst), stream, wait, kPage,
             [&](char* slot, std::size_t begin, std::size_t n, bool) {
-              concatenate(slot, segments.data(), segments.size(), begin, n);
+              copy_segments_in_parallel(slot, segments.data(), segments.size(), begin, begin + n);
             });
 }
 

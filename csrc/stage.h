@@ -32,7 +32,7 @@ void stage_converted(Pool& pool, const CopyPlan& plan, const TensorView& dst, co
 void stage_rows(Pool& pool, const CopyPlan& plan, DevicePtr dst, Gather rows, Stream stream, const Wait& wait,
                 Ticket* ticket = nullptr);
 
-// dst <- the segments, one behind the other; together they have plan.nbytes() bytes.
+// dst <- the segments, which lie one behind the other in plan.nbytes() bytes.
 void stage_segments(Pool& pool, const CopyPlan& plan, char* dst, const std::vector<Segment>& segments, Stream stream,
                     const Wait& wait);
 

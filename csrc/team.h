@@ -13,14 +13,13 @@
 //
 // Handing a job to a spinning worker costs 0.4 us, waking a parked one 16-100 us and 10-17 us of the caller (on the
 // host of an H200). So a parked worker is woken for a large job, or for one of a burst; other jobs the caller does
-// alone. One job at a time has the workers; callers beside it work alone rather than queue up, and each takes the fewer
-// threads the more callers there are: their own threads have the CPUs then.
+// alone. One job at a time has the workers; callers beside it work alone rather than queue up, and where several call
+// within a millisecond each takes its share of the threads, because theirs have CPUs already.
 //
 // Workers are started when first wanted, never end, and hold no lock while they work; the team is never destroyed, so
 // it can be at work while the process exits. A forked child starts a team of its own.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -43,21 +42,9 @@ class Team {
   // worth waking them (a large one is, and so is one that follows another closely).
   bool run(std::int64_t chunks, int threads, std::size_t nbytes, Chunk chunk, void* work);
 
-  // Somebody who is at work on what the team could share, with it or alone.
-  class Caller {
-   public:
-    explicit Caller(Team& team) noexcept
-        : team_(team), callers_(team.callers_.fetch_add(1, std::memory_order_relaxed) + 1) {}
-    ~Caller() { team_.callers_.fetch_sub(1, std::memory_order_relaxed); }
-    Caller(const Caller&) = delete;
-    Caller& operator=(const Caller&) = delete;
-    // This caller's share of the threads.
-    int threads() const noexcept { return std::max(team_.threads() / callers_, 1); }
-
-   private:
-    Team& team_;
-    const int callers_;
-  };
+  // The calling thread's share of the threads: all of them, divided by the callers of the last millisecond. Called by
+  // whoever has something that the team could share.
+  int share() noexcept;
 
   // Threads that may work on one job, the caller counted. 0: the default, PINSTAGE_THREADS or at most 16 of the CPUs
   // that the process may use.
@@ -96,8 +83,8 @@ class Team {
   };
 
   std::atomic<int> threads_;
-  std::atomic<int> callers_{0};
-  std::mutex job_mutex_;  // held by the caller whose job has the workers
+  std::array<std::atomic<std::int64_t>, 16> called_{};  // when each caller last called; several may have one place
+  std::mutex job_mutex_;                                // held by the caller whose job has the workers
   // Guarded by job_mutex_:
   int workers_started_ = 0;
   std::uint64_t jobs_ = 0;
@@ -125,6 +112,10 @@ void copy_bytes_in_parallel(void* dst, const void* src, std::size_t nbytes, bool
 // The same for a gather.
 struct Gather;
 void gather_in_parallel(const Gather& g);
+// For segments (gather.h).
+struct Segment;
+void copy_segments_in_parallel(char* dst, const Segment* segments, std::size_t count, std::size_t begin,
+                               std::size_t end);
 // And for the rows [begin, end) of a strided source, into dense memory.
 struct Strided;
 void copy_strided_in_parallel(char* dst, const Strided& source, std::int64_t begin, std::int64_t end);
