@@ -449,8 +449,8 @@ def test_latch_on_a_gpu_lets_go_at_its_timeout():
 @pytest.mark.gpu
 def test_latch_leaves_a_capture_whole():
     held, captured, graph = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    word = torch.zeros(1, device="cuda")
-    latch(held).release()  # what is set up once, is
+    word = torch.zeros(1, device="cuda").add_(0)
+    latch(held).release()  # what is set up once, is: a kernel's first use waits for the device, and here for the gate
     torch.cuda.synchronize()
     with torch.cuda.stream(captured):
         graph.capture_begin()
