@@ -103,36 +103,43 @@ Slot* Pool::take_slowly(std::uint64_t nbytes, const Wait& wait, bool block, bool
   }
   Waiter waiter(*device_, wait);
   bool waited = false;
+  std::uint64_t last_change = 0;
   const auto count_wait = [&] {
     if (waited) stats_.wait_seconds += waiter.seconds();
   };
   for (;;) {
     const bool progress = device_->poll_all();
+    std::uint64_t seen;
     {
       const Guard lock(device_->mutex());
       if (Slot* slot = place(nbytes, owned)) {
         count_wait();
         return slot;
       }
+      seen = changes_;
     }
     if (grow(nbytes)) continue;
     if (!block) return nullptr;
-    bool queued_work;
+    bool queued_work, moved;
     {
       const Guard lock(device_->mutex());
       if (!options_.wait_when_full) exhausted(nbytes, "when_full is \"raise\"");
       queued_work = pending_ > 0;
-      if (!queued_work && only_this_thread_can_help()) {
+      // What changed since we looked may have left the room that we want, with nothing in flight or open any more.
+      if (!queued_work && changes_ == seen && only_this_thread_can_help()) {
         count_wait();
         exhausted(nbytes, "nothing is in flight, so waiting could not help");
       }
+      moved = changes_ != last_change;
+      last_change = changes_;
       if (!waited) {
         ++stats_.waits;
         waited = true;
         if (options_.warn_on_wait && stats_.waits == 1) wait_notice_.store(true, std::memory_order_relaxed);
       }
     }
-    if (!progress && !waiter.pause(queued_work)) {
+    // While other threads have their turns, a device that has nothing to run is not stuck.
+    if (!progress && !waiter.pause(queued_work && !moved)) {
       const Guard lock(device_->mutex());
       count_wait();
       exhausted(nbytes, "the timeout of " + std::to_string(wait.timeout_seconds) + " s passed");
@@ -224,6 +231,7 @@ void Pool::set_state(Slot* slot, SlotState state) noexcept {
 
 void Pool::free_slot(Slot* slot) noexcept {
   set_state(slot, SlotState::kFree);
+  ++changes_;
   slot->lease = 0;
   if (!recent_.keep(slot)) give_back(slot);
 }

@@ -237,6 +237,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   PoolStats stats_;
   std::uint64_t pending_ = 0;  // fences over slots of this pool
   std::uint64_t leases_ = 0;
+  std::uint64_t changes_ = 0;          // slots that became free, slabs that came or went
   Status failure_ = status::kSuccess;  // why the last slot was quarantined
   bool closed_ = false;
 

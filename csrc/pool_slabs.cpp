@@ -84,6 +84,7 @@ void Pool::add_slab(const SlabMemory& memory, Status status, std::uint64_t capac
     stats_.capacity += memory.nbytes;
     stats_.bytes[int(SlotState::kFree)] += memory.nbytes;
     ++stats_.host_allocations;
+    ++changes_;
   } catch (...) {
     free_slab(*device_, memory);
     throw;
@@ -113,6 +114,7 @@ std::uint64_t Pool::free_empty_slabs(std::uint64_t enough) {
     slabs_.erase(std::remove(slabs_.begin(), slabs_.end(), nullptr), slabs_.end());
     stats_.capacity -= freed;
     stats_.bytes[int(SlotState::kFree)] -= freed;
+    ++changes_;
   }
   for (const std::unique_ptr<Slab>& slab : gone) free_slab(*device_, slab->memory);
   return freed;
