@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Casting complex values to real"),  # torch's, once a process
 ]
 
-LIMIT = 64 << 10  # bytes of the pool
+LIMIT = 64 << 10  # bytes of the pool of which leases are asked
 EXAMPLES = int(os.environ.get("PINSTAGE_FUZZ_EXAMPLES", "1000"))
 MINUTES = float(os.environ.get("PINSTAGE_FUZZ_MINUTES", "0"))
 timed = []
@@ -131,15 +131,18 @@ host_views = views(numbered)
 
 
 class Fuzzed:
-    """A device and a small pool; checks what must hold after every call."""
+    """A device and a pool, by default one that takes any copy here; checks what must hold after every call."""
 
     examples = 0
+
+    def __init__(self, max_bytes=1 << 30):
+        self.max_bytes = max_bytes
 
     def __enter__(self):
         Fuzzed.examples += 1
         self.dev = SimulatedDevice().__enter__()
         self.dev.make_current()
-        self.pool = pinstage.StagingPool(self.dev, initial_bytes=4096, max_bytes=LIMIT, when_full="raise")
+        self.pool = pinstage.StagingPool(self.dev, initial_bytes=4096, max_bytes=self.max_bytes, when_full="raise")
         return self
 
     def __exit__(self, kind, error, traceback):
@@ -383,7 +386,7 @@ def test_to_device_is_torchs(data):
 @fuzz
 @given(st.data())
 def test_leases_of_any_shape_dtype_and_timeout(data):
-    with Fuzzed() as f:
+    with Fuzzed(LIMIT) as f:
         shape = data.draw(st.one_of(any_shapes, small_shapes))
         dtype = data.draw(st.one_of(dtypes, anything, st.just(torch.quint8)))
         timeout = data.draw(st.sampled_from([None, 0, 0.0, 1e-9, -1, math.nan, math.inf, "1", True, 1e300]))
