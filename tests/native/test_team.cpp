@@ -1,5 +1,6 @@
 // Copyright (c) 2026 The pinstage authors.
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <random>
@@ -61,6 +62,22 @@ TEST("a job too small for its caller to wake parked workers is left to it, unles
   CHECK(!run_and_check(4, 1));
   CHECK(!run_and_check(1, 2));
   Team::instance().set_threads(0);
+}
+
+TEST("callers at work at once share the threads, and each has one") {
+  Team& team = Team::instance();
+  team.set_threads(2);
+  const int all = team.threads();  // 1 on a machine with one CPU
+  const Team::Caller first(team);
+  CHECK_EQ(first.threads(), all);
+  {
+    const Team::Caller second(team), third(team);
+    CHECK_EQ(second.threads(), 1);
+    CHECK_EQ(third.threads(), 1);
+  }
+  team.set_threads(0);
+  const Team::Caller next(team);
+  CHECK_EQ(next.threads(), std::max(team.threads() / 2, 1));
 }
 
 TEST("a snapshot on several threads has the source's bytes and nothing past them") {
