@@ -13,7 +13,7 @@ namespace {
 using namespace pinstage;
 using namespace pinstage::check;
 
-constexpr int kThreads = 8, kTurns = 60000;
+constexpr int kThreads = 8, kLeases = 60000, kCopies = 3000;
 constexpr std::size_t kWhole = 4096;
 
 struct Tight {
@@ -40,7 +40,7 @@ struct Tight {
 TEST("a wait for another thread's lease ends with room, never with an exhausted pool") {
   Tight tight;
   run_together(kThreads, [&](int) {
-    for (int turn = 0; turn < kTurns; ++turn) tight.pool->cancel(tight.pool->take(kWhole, {}));
+    for (int turn = 0; turn < kLeases; ++turn) tight.pool->cancel(tight.pool->take(kWhole, {}));
   });
 }
 
@@ -50,7 +50,7 @@ TEST("a wait for another thread's copy ends with room, never with an exhausted p
   plan.width = kWhole;
   char* const dst = tight.sim.heap(kWhole * kThreads);
   run_together(kThreads, [&](int i) {
-    for (int turn = 0; turn < kTurns; ++turn) {
+    for (int turn = 0; turn < kCopies; ++turn) {
       tight.pool->stage(kWhole, plan, Sim::address(dst + kWhole * static_cast<std::size_t>(i)), nullptr, {},
                         [i](char* slot) { std::memset(slot, i, kWhole); });
     }
