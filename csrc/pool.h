@@ -175,7 +175,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void close(const Wait& wait);
   void abandon() noexcept;  // the last owner is gone: close without waiting
   PoolStats stats();
-  bool take_wait_notice() noexcept { return wait_notice_.exchange(false, std::memory_order_relaxed); }
+  bool take_wait_notice() noexcept {  // looks first: an exchange is a write, even of what is there
+    return wait_notice_.load(std::memory_order_relaxed) && wait_notice_.exchange(false, std::memory_order_relaxed);
+  }
   // Walks everything: I1, I2 and the counters.
   bool consistent();
 

@@ -67,7 +67,7 @@ TEST("a job too small for its caller to wake parked workers is left to it, unles
 
 TEST("callers at work at once share the threads, and one who is alone again has them all") {
   Team& team = Team::instance();
-  const int all = team.threads();  // 1 on a machine with one CPU
+  const int all = team.threads();                        // 1 on a machine with one CPU
   while (team.share() < all) std::this_thread::yield();  // until the callers before this test are forgotten
   std::atomic<bool> shared{false};
   run_together(3, [&](int) {
