@@ -65,7 +65,11 @@ Status Scatter::launch(const Device& device, const char* slot, Stream stream, co
   if (kernel == nullptr) return status::kNotSupported;  // another thread has met a refusal since
   *call = "cuMemHostGetDevicePointer";
   DevicePtr mapped = 0;
-  const Status status = device.driver().mem_host_get_device_pointer(&mapped, const_cast<char*>(slot), 0);
+  Status status;
+  {
+    const Device::Relaxed relaxed(device);
+    status = device.driver().mem_host_get_device_pointer(&mapped, const_cast<char*>(slot), 0);
+  }
   if (status != status::kSuccess) return status;
   *call = "cuLaunchKernel";
   DevicePtr pieces = mapped + aligned(end_);

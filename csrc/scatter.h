@@ -27,7 +27,7 @@ class Device;
 class Pool;
 
 // Fewer copies than this are left to the copy engines, and so are more bytes, which they move without taking
-// multiprocessors from the model.
+// multiprocessors from the model; but for rows so scattered that only a kernel of torch's would bring them.
 inline constexpr std::size_t kFewestScattered = 3;
 inline constexpr std::size_t kMostScatteredBytes = std::size_t{1} << 20;
 // A batch of many bytes wants one copy more for each so many: 16 copies apart take 0.78 of the time of

@@ -108,7 +108,10 @@ Status allocate_pinned(Device& device, std::uint64_t nbytes, bool* may_register,
         return status;
       }
       munmap(data, pages);
-      if (status == status::kNotSupported) *may_register = false;
+      if (status == status::kNotSupported) {
+        *may_register = false;
+        device.numa_node = kNoNumaNode;  // what follows lies where the driver puts it
+      }
     }
   }
   void* data = nullptr;

@@ -116,7 +116,7 @@ void Table::find_changes(const NamedRows& named, const Window& window, std::vect
   Job job{this, &named, &window, changed->data(), named.count};
   if (nbytes > kCompareAlone) {
     Team& team = Team::instance();
-    const std::int64_t threads = std::min<std::int64_t>(team.threads(), nbytes / (kCompareAlone / 2));
+    const std::int64_t threads = std::min<std::int64_t>(team.share(), nbytes / (kCompareAlone / 2));
     job.rows = std::max<std::int64_t>(named.count * (kCompareAlone / 4) / nbytes, 1);
     const std::int64_t chunks = (named.count + job.rows - 1) / job.rows;
     if (team.run(chunks, static_cast<int>(threads), static_cast<std::size_t>(nbytes), &Job::run, &job)) return;
@@ -281,10 +281,16 @@ Gather part_of(const Gather& all, const std::vector<std::int32_t>& lines, std::i
 }  // namespace
 
 bool Table::worth_scattering(const Taken& taken, const Pool& pool) const noexcept {
-  const std::int64_t nbytes = static_cast<std::int64_t>(taken.lacked.size()) * row_bytes(taken.window);
-  if (nbytes == 0 || taken.fill_to > taken.window.width || !can_scatter(pool)) return false;
-  if (taken.runs.empty() || taken.rows.size() > taken.lacked.size()) return true;
-  return taken.runs.size() >= kFewestScattered && nbytes <= static_cast<std::int64_t>(kMostScatteredBytes);
+  const auto rows = static_cast<std::uint64_t>(taken.lacked.size()),
+             row = static_cast<std::uint64_t>(row_bytes(taken.window));
+  if (rows * row == 0 || taken.fill_to > taken.window.width || !can_scatter(pool)) return false;
+  // A pool that never waits takes them at once, any other at least one line; the packed form is smaller.
+  const auto line = static_cast<std::uint64_t>(gather_of(taken.window, nullptr).row_bytes);
+  const std::uint64_t lines = pool.options().wait_when_full ? 1 : rows * row / line;
+  if (lines * Scatter::most_bytes(line) > pool.options().max_bytes) return false;
+  if (taken.runs.empty()) return true;  // the other way to bring them is torch's scatter
+  const bool gaps = taken.rows.size() > rows;
+  return (gaps || taken.runs.size() >= kFewestScattered) && rows * row <= kMostScatteredBytes;
 }
 
 // Line by line, whatever the runs. Lines that lie alike on a vector of the kernel go together: they are as far apart in

@@ -25,9 +25,11 @@ def copy_batch_(dsts: Sequence[torch.Tensor], srcs: Sequence[Any], *, pool: Stag
 
     All pairs share one slot and one fence per device (one per 4 MB of a large batch), and as few driver calls as the
     destinations allow: neighbours in memory become one copy, equally spaced rows of one size too. The rest, if it is
-    three copies or more, goes by one kernel, which reads the slot in place and writes each destination; on any stream.
-    More than 1 MB, or where the driver refuses the kernel, it goes in one `cuMemcpyBatchAsync`, if the driver has it
-    and the stream is not the default one. Where destinations overlap, the later pair wins, as in a loop.
+    three copies and one more for each 32 KB, up to 1 MB, goes by one kernel, which reads the slot in place and writes
+    each destination; on any stream. Else, or where the driver refuses the kernel, it goes in one `cuMemcpyBatchAsync`,
+    if the driver has it and the stream is not the default one. The kernel needs a multiprocessor: where another kernel
+    occupies them all and waits for these bytes, set ``PINSTAGE_KERNEL=never``. Where destinations overlap, the later
+    pair wins, as in a loop.
 
     What `copy_` takes is taken in each pair. Everything is checked before the first copy is enqueued: if a check fails,
     no dst has changed.

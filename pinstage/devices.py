@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import math
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,14 @@ DeviceLike: TypeAlias = Any
 _cuda_devices: dict[int, _core.Device] = {}
 _simulated_devices: dict[int, _core.Device] = {}  # by id(); each Device keeps its simulation alive
 _opening = threading.RLock()  # a device is opened once, although opening it lets other threads run
+
+
+def _after_fork() -> None:
+    global _opening
+    _opening = threading.RLock()  # a thread that does not exist here may hold the old one
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def resolve(device: DeviceLike = None) -> _core.Device:
@@ -67,7 +76,16 @@ def resolve(device: DeviceLike = None) -> _core.Device:
         with _opening:
             core = _cuda_devices.get(index)
             if core is None:
-                core = _cuda_devices[index] = cuda.open_device(index)
+                core = _cuda_devices[index] = _opened(cuda.open_device(index))
+    return core
+
+
+def _opened(core: _core.Device) -> _core.Device:
+    choice = os.environ.get("PINSTAGE_KERNEL", "auto")
+    if choice not in ("auto", "never"):
+        raise ValueError(f'PINSTAGE_KERNEL is "auto" or "never", not {choice!r}')
+    if choice == "never":
+        core.refuses_scatter = True
     return core
 
 
@@ -79,7 +97,7 @@ def _simulated(simulation: _core.SimulatedDevice) -> _core.Device:
         with _opening:
             core = _simulated_devices.get(id(simulation))
             if core is None:
-                core = _simulated_devices[id(simulation)] = _core.Device.simulated(simulation)
+                core = _simulated_devices[id(simulation)] = _opened(_core.Device.simulated(simulation))
     return core
 
 

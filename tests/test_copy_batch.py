@@ -127,6 +127,25 @@ def test_threads_share_a_pool(rig):
     assert pool._consistent()
 
 
+@pytest.mark.parametrize(("choice", "launches"), [("auto", 1), ("never", 0)])
+def test_kernel_can_be_done_without(monkeypatch, choice, launches):
+    """A kernel that fills the GPU and waits for these bytes would wait for ever for this one."""
+    monkeypatch.setenv("PINSTAGE_KERNEL", choice)
+    with SimulatedDevice() as dev:
+        room = dev.empty(8 * 512, torch.uint8).view(8, 512)
+        dsts = [room[i, : i + 1] for i in range(8)]
+        pinstage.copy_batch_(dsts, [torch.full((i + 1,), i, dtype=torch.uint8) for i in range(8)])
+        dev.synchronize()
+        assert [dst.unique().tolist() for dst in dsts] == [[i] for i in range(8)]
+        assert dev.calls["cuLaunchKernel"] == launches
+
+
+def test_unknown_choice_of_kernels_is_refused(monkeypatch):
+    monkeypatch.setenv("PINSTAGE_KERNEL", "sometimes")
+    with SimulatedDevice() as dev, pytest.raises(ValueError, match='"auto" or "never"'):
+        pinstage.copy_(dev.empty(4, torch.int64), torch.arange(4))
+
+
 @pytest.mark.both  # no control: it shows that tensors outlive the wait, not what a fence says
 def test_lists_may_change_and_tensors_die_while_the_call_waits_for_room(rig):
     pool = rig.pool(max_bytes=4 * KB)

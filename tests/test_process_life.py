@@ -197,6 +197,32 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_child_forked_while_a_device_is_opened_may_open_its_own():
+    program = """
+from threading import Event, Thread
+from pinstage import devices
+held, over = Event(), Event()
+def opener():
+    with devices._opening:
+        held.set()
+        over.wait()
+thread = Thread(target=opener)
+thread.start()
+held.wait()
+pid = os.fork()
+if pid == 0:
+    with SimulatedDevice() as own:
+        pinstage.to_device([1, 2, 3], own)
+    os._exit(0)
+status = os.waitpid(pid, 0)[1]
+over.set()
+thread.join()
+assert os.waitstatus_to_exitcode(status) == 0
+"""
+    done = run(SETTING + program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def stage_in_worker(numbers):
     """Run in another process."""
     with SimulatedDevice() as dev:

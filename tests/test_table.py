@@ -361,6 +361,27 @@ def test_table_larger_than_a_slot_goes_in_pieces(rig, most_runs, kernel):
 
 
 @pytest.mark.both
+@pytest.mark.parametrize(("shape", "rows", "width", "max_bytes", "when_full"), [
+    ((2048, 64), range(0, 2048, 2), 1, 64 << 10, "raise"),  # packed they fit, each on a cache line of its own not
+    ((6, 20_000), range(0, 6, 2), 20_000, 64 << 10, "wait"),  # a row is larger than the pool
+])  # fmt: skip
+def test_scattered_rows_go_through_a_pool_too_small_for_the_kernel(rig, shape, rows, width, max_bytes, when_full):
+    pool = rig.pool(max_bytes=max_bytes, initial_bytes=max_bytes, when_full=when_full)
+    table = table_of(rig, shape, pool=pool)
+    table.host.copy_(torch.arange(table.host.numel()).view(shape))
+    table.commit(rows, width=width).wait()
+    rig.expect(table.device[list(rows), :width], table.host[list(rows), :width])
+
+
+def test_rows_with_gaps_go_by_the_kernel_only_while_they_are_few(dev):
+    for rows, launches in ((1000, 1), (2000, 1)):  # 0.9 and 1.8 MB
+        table = pinstage.StagedTable((2000, 220), torch.int32, dev, track="marks")
+        table.mark([row for row in range(rows) if row % 50])
+        table.commit(rows).wait()
+        assert dev.calls["cuLaunchKernel"] == launches
+
+
+@pytest.mark.both
 @pytest.mark.parametrize("track", ["marks", "compare"])
 def test_writer_inside_a_commit_is_sent_by_the_next_one(rig, track):
     """What a racing writer leaves is a mixture of its own values, and only until the next commit of the row."""

@@ -89,7 +89,8 @@ def examine() -> dict[str, Any]:
         for index in range(torch.cuda.device_count()):
             name = f"cuda:{index}"
             outcome = _probe(name, name, lambda name=name: torch.zeros(_PROBE, device=name), problems)  # type: ignore[misc]
-            findings[name] = f"{torch.cuda.get_device_name(index)}; {outcome}; {_placement(index)}"
+            placement = f"; {_placement(index)}" if outcome.startswith("pinning") else ""
+            findings[name] = f"{torch.cuda.get_device_name(index)}; {outcome}{placement}"
     else:
         with SimulatedDevice() as device:
             outcome = _probe("simulated", device, lambda: device.zeros(_PROBE), problems)
@@ -163,7 +164,8 @@ def _probe(name: str, device: Any, zeros: Callable[[], torch.Tensor], problems: 
         return "copies work, from pageable memory (PINSTAGE_PINNED=never)"
     if not kernel:
         return (
-            "pinning and copies work; the driver compiles no kernel: small copies and scattered rows are driver copies"
+            "pinning and copies work; small copies and scattered rows are driver copies (PINSTAGE_KERNEL=never, or the "
+            "driver compiles no kernel)"
         )
     return "pinning and copies work"
 
