@@ -177,6 +177,7 @@ def test_copies_beside_a_capture_work_and_leave_it_intact(rig, mode, where):
     """Case 8: on a stream that is not captured; events are created for it."""
     pool, source = rig.pool(), torch.empty(64, dtype=torch.int32)
     dsts = [rig.filled(64, torch.int32, -1) for _ in range(5)]
+    scattered = [rig.filled(size, torch.int32, -1) for size in (150, 7, 200, 33)]  # by the kernel: no two are neighbours
     errors = []
     with rig.stream() as side:
         pass
@@ -187,6 +188,8 @@ def test_copies_beside_a_capture_work_and_leave_it_intact(rig, mode, where):
             with rig.stream(side):
                 for step, dst in enumerate(dsts):
                     pinstage.copy_(dst, source.fill_(step), pool=pool)
+                pinstage.copy_batch_(scattered, [torch.full(dst.shape, 9, dtype=torch.int32) for dst in scattered],
+                                     pool=pool)  # fmt: skip
         except BaseException as error:
             errors.append(error)
 
@@ -200,6 +203,8 @@ def test_copies_beside_a_capture_work_and_leave_it_intact(rig, mode, where):
     assert errors == []
     for step, dst in enumerate(dsts):
         rig.expect(dst, step)
+    for dst in scattered:
+        rig.expect(dst, 9)
 
 
 @contextmanager
