@@ -177,7 +177,7 @@ def test_copies_beside_a_capture_work_and_leave_it_intact(rig, mode, where):
     """Case 8: on a stream that is not captured; events are created for it."""
     pool, source = rig.pool(), torch.empty(64, dtype=torch.int32)
     dsts = [rig.filled(64, torch.int32, -1) for _ in range(5)]
-    scattered = [rig.filled(size, torch.int32, -1) for size in (150, 7, 200, 33)]  # by the kernel: no two are neighbours
+    scattered = [rig.filled(size, torch.int32, -1) for size in (150, 7, 200, 33)]  # no two are neighbours
     errors = []
     with rig.stream() as side:
         pass
