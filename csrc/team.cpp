@@ -43,11 +43,12 @@ constexpr auto kTogether = std::chrono::nanoseconds(1'000'000);
 // that loses its CPU to one of them in the middle of a chunk holds the caller up, as it holds up torch itself).
 constexpr std::size_t kShare = 96 << 10;
 constexpr std::size_t kBytesPerThread = 24 << 10;  // 16 or 40 KB were slower at 256 KB
-// From here on parked workers are woken for one job: after a pause, its bytes cold, one thread takes 90 us for 256 KB
-// and 205 for 880 KB, a woken team 90 and 120, and the job after it finds them awake (18 instead of 40 us, 25 instead
-// of 112). The caller wakes one for each so many bytes, and they wake the others: by a chain of wake-ups alone 15
-// workers took four times 80 us to come (4 MB: 255 us with one wake-up by the caller, 147 with 15).
-constexpr std::size_t kWake = 256 << 10;
+// From here on parked workers are woken for one job: after a pause, its bytes cold, one thread takes 205 us for 880 KB,
+// a woken team 120 to 150, and the job after it finds them awake (25 to 37 us instead of 112). For 256 KB, 90 us alone,
+// it gains nothing, and on a machine of 2 CPUs, one of which another thread's spinning takes, it costs twice the time.
+// The caller wakes one for each so many bytes, and they wake the others: by a chain of wake-ups alone 15 workers took
+// four times 80 us to come (4 MB: 255 us with one wake-up by the caller, 147 with 15).
+constexpr std::size_t kWake = 384 << 10;
 // From here on the parts of a copy are stored non-temporally: 256 KB 12.2 instead of 12.6 us, 1 MB 18 instead of 21,
 // because the slot's lines are in other cores' caches (same runs).
 constexpr std::size_t kStreamParts = 256 << 10;
