@@ -48,7 +48,7 @@ bool overlap(const TensorView& a, const TensorView& b) {
 
 // --- snapshots: true when done, false when the call is not one for the fast path (nothing happened then) ---
 
-// What every snapshot does once its tensors are viewed, and found to be bytes and nothing else: `part` of dst is
+// What every snapshot does once its tensors are viewed, and their bytes or values are found to be all: `part` of dst is
 // written, `stage(pool, plan, stream, no_gil)` enqueues it.
 template <class Stage>
 bool snapshot(nb::handle dst, const TensorView& part, nb::handle given_pool, bool in_pieces, Stage&& stage) {
@@ -86,16 +86,16 @@ bool try_copy(nb::handle dst, nb::handle src, nb::handle given_pool) {
   if (!view_tensor(dst.ptr(), &d) || !view_tensor(src.ptr(), &s)) return false;
   if (!on_host(s)) return false;
   const bool one_dtype = d.dtype == s.dtype, dense = d.same_shape(s) && s.contiguous();
-  const bool plain = copies_bytes_only(dst.ptr(), src.ptr(), d.dtype);
+  const auto plain = [&] { return copies_bytes_only(dst.ptr(), src.ptr(), d.dtype); };
   if (one_dtype && dense) {
-    return plain && snapshot(dst, d, given_pool, true, [&](Pool& pool, const CopyPlan& plan, Stream stream, auto&) {
+    return plain() && snapshot(dst, d, given_pool, true, [&](Pool& pool, const CopyPlan& plan, Stream stream, auto&) {
              stage_copy(pool, plan, d, s, stream, wait_for({}));
            });
   }
   Strided rows;
   if (!plan_strided(s.data, s.ndim, s.shape, s.strides, s.itemsize(), d.ndim, d.shape, &rows)) return false;
   const Conversion convert = dense && s.numel() <= kMaxConverted ? conversion(s.dtype, d.dtype) : nullptr;
-  if (plain && (convert != nullptr || (one_dtype && suits_rows(rows)))) {
+  if ((convert != nullptr || (one_dtype && suits_rows(rows))) && plain()) {
     const auto stage = [&](Pool& pool, const CopyPlan& plan, Stream stream, auto&) {
       if (convert != nullptr) {
         stage_converted(pool, plan, d, s, convert, stream, wait_for({}));
