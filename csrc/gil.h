@@ -1,7 +1,7 @@
 // Copyright (c) 2026 The pinstage authors.
 // SPDX-License-Identifier: Apache-2.0
 //
-// Letting go of the GIL around a wait, so that the process can end meanwhile.
+// Letting go of the GIL around driver calls and waits.
 //
 // Before Python 3.14 a daemon thread that takes the GIL while the interpreter goes away is ended on the spot, by
 // unwinding its stack; with C++ on that stack this is std::terminate, and the exit status SIGABRT. So once
@@ -14,11 +14,13 @@
 #include <atomic>
 #include <thread>
 
+#include "gil_queue.h"
+
 namespace pinstage {
 
 class ReleasedGil {
  public:
-  ReleasedGil() : state_(PyEval_SaveThread()) {}
+  ReleasedGil() { let_go(); }
   ReleasedGil(const ReleasedGil&) = delete;
   ReleasedGil& operator=(const ReleasedGil&) = delete;
   ~ReleasedGil() { take_back(); }
@@ -34,25 +36,30 @@ class ReleasedGil {
  private:
   struct Released {
     ReleasedGil& gil;
-    ~Released() { gil.state_ = PyEval_SaveThread(); }
+    ~Released() { gil.let_go(); }
   };
 
+  void let_go() {
+    state_ = PyEval_SaveThread();
+    queue().let_go();
+  }
+
   void take_back() {
-    returning().fetch_add(1);  // before the look at exiting(): prepare_exit() waits for those that saw it false
+    queue().wait_for_turn();  // before the look at exiting(): prepare_exit() waits for those that saw it false
     if (exiting().load() && std::this_thread::get_id() != exit_thread()) {
-      returning().fetch_sub(1);
+      queue().gave_up();
       for (;;) pause();
     }
     PyEval_RestoreThread(state_);
-    returning().fetch_sub(1);
+    queue().got();
   }
 
   friend void prepare_exit();
   friend void forget_threads_after_fork();
 
-  static std::atomic<int>& returning() {
-    static std::atomic<int> threads{0};
-    return threads;
+  static GilQueue& queue() {
+    static GilQueue queue;
+    return queue;
   }
   static std::atomic<bool>& exiting() {
     static std::atomic<bool> flag{false};
@@ -66,15 +73,14 @@ class ReleasedGil {
   PyThreadState* state_;
 };
 
-// In a forked child, which has none of the threads that were on their way back.
-inline void forget_threads_after_fork() { ReleasedGil::returning().store(0); }
+inline void forget_threads_after_fork() { ReleasedGil::queue().forget(); }
 
 // With the GIL, on the thread that ends the interpreter.
 inline void prepare_exit() {
   ReleasedGil::exit_thread() = std::this_thread::get_id();
   ReleasedGil::exiting().store(true);
   PyThreadState* const state = PyEval_SaveThread();  // for those that are taking the GIL already
-  while (ReleasedGil::returning().load() > 0) std::this_thread::yield();
+  while (ReleasedGil::queue().asked()) std::this_thread::yield();
   PyEval_RestoreThread(state);
 }
 
