@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import platform
+import random
 import statistics
 import subprocess
 import tempfile
@@ -64,7 +65,8 @@ def interleaved(
     warmup: int = 4,
     settle: float = 0.0,
 ) -> dict[str, Host]:
-    """Host time of each variant: blocks of calls in turn, and each round of blocks begins with another variant.
+    """Host time of each variant: blocks of calls in turn, each round in another order, so that none always follows the
+    same one and finds the caches as that leaves them.
 
     Args:
         variants: called with a running number. One that returns a float has timed itself (in ns).
@@ -77,9 +79,9 @@ def interleaved(
     """
     names = list(variants)
     times: dict[str, list[float]] = {name: [] for name in names}
+    shuffled = random.Random(0)
     for i in range(-warmup, rounds):
-        for j in range(len(names)):
-            name = names[(i + j) % len(names)]
+        for name in shuffled.sample(names, len(names)):
             call = variants[name]
             synchronize()
             pause(settle)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
 import statistics
 import threading
 import time
@@ -28,17 +29,17 @@ from pinstage.testing import SimulatedDevice
 
 SIZES = (256, 4 << 10, 64 << 10, 256 << 10, 1 << 20)
 THREADS = (1, 2, 4, 8)
-# Calls of a block: enough that the threads' start, which takes them 0.1 ms, is a small part of it; few enough for a
-# launch queue, and for memory that the device reads at the end of the block alone.
-MOST_CALLS, LEAST_CALLS, BLOCK_BYTES = 256, 16, 16 << 20
-WARMUP = 2  # rounds
+# Calls of a burst: enough that the threads' start, which takes them 0.1 ms, is a small part of it; few enough for a
+# launch queue, and for memory that the device reads at the end of the burst alone. A block of small copies is several.
+MOST_CALLS, BURST_BYTES, BURSTS = 256, 32 << 20, 4
+WARMUP = 1  # rounds
 OURS, ALONE, BARE, FRESH = "copy_", "copy_, alone", "bare", "fresh pinned"
 LARGE, TIMES_ONE = 256 << 10, 4  # the goal: from this size on, this many times the rate of one thread by itself
 PATIENCE = 60.0  # seconds for a thread that does not come
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=14, help="blocks of each way, size and number of threads (14)")
+    parser.add_argument("--rounds", type=int, default=8, help="blocks of each way, size and number of threads (8)")
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, metavar="BYTES")
     parser.add_argument("--threads", type=int, nargs="*", default=THREADS, metavar="N", help="the first is the base")
 
@@ -110,8 +111,8 @@ class Simulation:
 
 
 Machine = Gpu | Simulation
-# By way and number of threads: of each round, when each thread began and when each of its calls ended, in ns.
-Ticks = dict[tuple[str, int], list[list[list[int]]]]
+# Of each thread, of each of its bursts: when that began, and when each call ended, in ns.
+Block = list[list[list[int]]]
 
 
 class Bench:
@@ -119,7 +120,8 @@ class Bench:
 
     def __init__(self, machine: Machine, pool: pinstage.StagingPool, workers: ThreadPoolExecutor, nbytes: int, n: int):
         self.machine, self.workers = machine, workers
-        self.calls = max(min(MOST_CALLS, BLOCK_BYTES // nbytes), LEAST_CALLS)
+        self.calls = min(MOST_CALLS, BURST_BYTES // nbytes)
+        self.bursts = BURSTS if nbytes < LARGE else 1
         self.settle = SETTLED if nbytes >= 32 << 10 else 0.0  # FRESH leaves torch's OpenMP threads spinning
         self.lanes = [machine.lane(torch.randint(0, 255, (nbytes,), dtype=torch.uint8)) for _ in range(n)]
 
@@ -129,20 +131,21 @@ class Bench:
         makers = {OURS: ours, ALONE: ours, BARE: machine.bare, FRESH: machine.fresh}
         self.ways = {name: [make(lane) for lane in self.lanes] for name, make in makers.items()}
 
-    def block(self, way: str, threads: int) -> list[list[int]]:
-        """Each thread's ticks, all of them copying at once."""
+    def block(self, way: str, threads: int) -> Block:
+        """All threads copying at once."""
         barrier = threading.Barrier(threads, timeout=PATIENCE)
 
-        def work(lane: Lane, call: Callable[[], object]) -> list[int]:
-            clock, ticks = time.perf_counter_ns, [0] * (self.calls + 1)
+        def work(lane: Lane, call: Callable[[], object]) -> list[list[int]]:
+            clock, bursts = time.perf_counter_ns, [[0] * (self.calls + 1) for _ in range(self.bursts)]
             with self.machine.on(lane):
                 barrier.wait()
-                ticks[0] = clock()
-                for i in range(1, self.calls + 1):
-                    call()
-                    ticks[i] = clock()
-                self.machine.synchronize(lane)
-            return ticks
+                for ticks in bursts:
+                    ticks[0] = clock()
+                    for i in range(1, len(ticks)):
+                        call()
+                        ticks[i] = clock()
+                    self.machine.synchronize(lane)
+            return bursts
 
         pinstage.set_num_threads(1 if way == ALONE else 0)
         time.sleep(self.settle)
@@ -162,42 +165,45 @@ class Bench:
             if not all(torch.equal(lane.dst.cpu(), lane.src) for lane in self.lanes[:threads]):
                 raise RuntimeError(f"{way} brought wrong bytes")
 
-    def run(self, counts: list[int], rounds: int) -> Ticks:
-        """Ways and numbers of threads take turns; each round begins with another."""
+    def run(self, counts: list[int], rounds: int) -> dict[tuple[str, int], list[Block]]:
+        """The blocks of each way and number of threads. These take turns, in another order each round."""
         cells = [(way, threads) for threads in counts for way in self.ways]
-        ticks: Ticks = {cell: [] for cell in cells}
+        blocks: dict[tuple[str, int], list[Block]] = {cell: [] for cell in cells}
+        shuffled = random.Random(0)
         for i in range(-WARMUP, rounds):
-            for j in range(len(cells)):
-                cell = cells[(i + j) % len(cells)]
+            for cell in shuffled.sample(cells, len(cells)):
                 measured = self.block(*cell)
                 if i >= 0:
-                    ticks[cell].append(measured)
-        return ticks
+                    blocks[cell].append(measured)
+        return blocks
 
 
-def rate(block: list[list[int]]) -> float:
+def rate(block: Block) -> float:
     """Calls a second, from when the first thread began until the last one was through."""
-    nanoseconds = max(ticks[-1] for ticks in block) - min(ticks[0] for ticks in block)
-    return sum(len(ticks) - 1 for ticks in block) / nanoseconds * 1e9
+    nanoseconds = max(bursts[-1][-1] for bursts in block) - min(bursts[0][0] for bursts in block)
+    return sum(len(ticks) - 1 for bursts in block for ticks in bursts) / nanoseconds * 1e9
 
 
-def quantiles(blocks: list[list[list[int]]]) -> dict[str, float]:
+def quantiles(blocks: list[Block]) -> dict[str, float]:
     """Of one call, in µs."""
     times = torch.tensor(blocks, dtype=torch.int64).diff(dim=-1).flatten().double() / 1e3
     ordered = times.sort().values
     return {name: round(float(ordered[int(q * (len(ordered) - 1))]), 2) for name, q in (("p50", 0.5), ("p99", 0.99))}
 
 
-def figures_of(nbytes: int, bench: Bench, ticks: Ticks, counts: list[int]) -> dict[str, Any]:
+def figures_of(
+    nbytes: int, bench: Bench, blocks: dict[tuple[str, int], list[Block]], counts: list[int]
+) -> dict[str, Any]:
     rates = {
-        way: {n: statistics.median(map(rate, ticks[way, n])) for n in counts} for way in bench.ways
+        way: {n: statistics.median(map(rate, blocks[way, n])) for n in counts} for way in bench.ways
     }  # median over the rounds
     return {
         "bytes": nbytes,
-        "calls_a_block": bench.calls,
+        "calls_a_burst": bench.calls,
+        "bursts": bench.bursts,
         "rates": rates,
         "ratios": {way: {n: each[n] / each[counts[0]] for n in counts} for way, each in rates.items()},
-        "us": {way: {n: quantiles(ticks[way, n]) for n in counts} for way in bench.ways},
+        "us": {way: {n: quantiles(blocks[way, n]) for n in counts} for way in bench.ways},
     }
 
 
@@ -256,7 +262,7 @@ def run(args: argparse.Namespace) -> int:
     figures = []
     with contextlib.closing(machine), ThreadPoolExecutor(max(counts)) as workers:
         pool = pinstage.StagingPool(machine.device)
-        pool.reserve(2 * max(counts) * BLOCK_BYTES)
+        pool.reserve(2 * max(counts) * BURST_BYTES)
         before = pool.stats()
         for nbytes in args.sizes:
             bench = Bench(machine, pool, workers, nbytes, max(counts))

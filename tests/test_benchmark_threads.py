@@ -57,11 +57,11 @@ def test_wrong_bytes_of_any_thread_are_told(suite):
 
 
 def test_rate_is_of_all_threads_from_the_first_start_to_the_last_end(suite):
-    assert suite.rate([[0, 10, 20], [1000, 1500, 2000]]) == 4 / 2000 * 1e9
+    assert suite.rate([[[0, 10, 20], [30, 40, 50]], [[1000, 1250, 1500], [1700, 1800, 2000]]]) == 8 / 2000 * 1e9
 
 
 def test_quantiles_are_those_of_single_calls(suite):
-    block = [[0, *range(1000, 101_000, 1000)], [0, *range(2000, 202_000, 2000)]]
+    block = [[[0, *range(1000, 101_000, 1000)]], [[0, *range(2000, 202_000, 2000)]]]
     assert suite.quantiles([block, block]) == {"p50": 1.0, "p99": 2.0}
 
 
