@@ -80,11 +80,20 @@ def resolve(device: DeviceLike = None) -> _core.Device:
     return core
 
 
-def _opened(core: _core.Device) -> _core.Device:
-    choice = os.environ.get("PINSTAGE_KERNEL", "auto")
+def is_never(variable: str) -> bool:
+    """What the environment chooses between "auto", which is the default, and "never".
+
+    Raises:
+        ValueError: it says something else.
+    """
+    choice = os.environ.get(variable, "auto")
     if choice not in ("auto", "never"):
-        raise ValueError(f'PINSTAGE_KERNEL is "auto" or "never", not {choice!r}')
-    if choice == "never":
+        raise ValueError(f'{variable} is "auto" or "never", not {choice!r}')
+    return choice == "never"
+
+
+def _opened(core: _core.Device) -> _core.Device:
+    if is_never("PINSTAGE_KERNEL"):
         core.refuses_scatter = True
     return core
 

@@ -19,7 +19,7 @@ from typing_extensions import Self
 
 from pinstage import _core
 from pinstage.budget import SMALLEST_SLOT, default_max_bytes
-from pinstage.devices import DeviceLike, StreamLike, holding, resolve, run_on_stream, stream_handle
+from pinstage.devices import DeviceLike, StreamLike, holding, is_never, resolve, run_on_stream, stream_handle
 from pinstage.dtypes import code_of
 from pinstage.errors import LeaseStateError, PinstageError
 from pinstage.ticket import Ticket, release_passed
@@ -257,13 +257,6 @@ class Lease:
         return f"<Lease {self.shape} {self.dtype} on {self._pool.device.name}, {state}>"
 
 
-def _pinning_is_off() -> bool:
-    choice = os.environ.get("PINSTAGE_PINNED", "auto")
-    if choice not in ("auto", "never"):
-        raise ValueError(f'PINSTAGE_PINNED is "auto" or "never", not {choice!r}')
-    return choice == "never"
-
-
 class StagingPool(_core.Pool):
     """Pinned host memory for asynchronous copies to one device, reused as soon as the device has read it.
 
@@ -317,7 +310,7 @@ class StagingPool(_core.Pool):
             max_bytes=limit,
             wait_when_full=when_full == "wait",
             warn_on_wait=max_bytes is None,
-            pageable=_pinning_is_off(),
+            pageable=is_never("PINSTAGE_PINNED"),
         )
 
     def lease(self, shape: ShapeLike, dtype: torch.dtype, timeout: float | None = None) -> Lease:
