@@ -113,6 +113,7 @@ class Table {
     std::int32_t padded;   // columns from here on hold pad
   };
 
+  std::vector<std::int32_t> checked_rows(const NamedRows& named) const;  // as they are named
   char* line(char* base, std::int64_t outer, std::int64_t number) const noexcept;
   bool differs(std::int64_t row, const Window& window) const noexcept;
   void find_changes(const NamedRows& named, const Window& window, std::vector<std::uint8_t>* changed) const;
