@@ -6,8 +6,10 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "pool.h"
 #include "tensor_view.h"
@@ -15,6 +17,7 @@
 namespace pinstage {
 
 void bind_simulated_driver(nanobind::module_& module);  // simulated_bindings.cpp
+void bind_pool(nanobind::module_& module);              // pool_bindings.cpp
 void bind_snapshots(nanobind::module_& module);         // snapshot_bindings.cpp
 void bind_batch(nanobind::module_& module);             // batch_bindings.cpp
 void bind_lists(nanobind::module_& module);             // list_bindings.cpp
@@ -35,10 +38,25 @@ bool on_host(const TensorView& view);
 // finds out what is wrong, or sets the default pool up.
 std::shared_ptr<Pool> pool_for(const TensorView& dst, nanobind::handle given);
 
+struct PyDevice {
+  std::shared_ptr<Device> device;
+  nanobind::object simulated;                        // keeps the SimulatedDevice alive; None for CUDA
+  nanobind::object default_pool = nanobind::none();  // a StagingPool, over device->default_pool
+
+  PyDevice(std::shared_ptr<Device> core, nanobind::object source)
+      : device(std::move(core)), simulated(std::move(source)) {}
+  PyDevice(const PyDevice&) = delete;
+  void shutdown();
+  ~PyDevice();
+};
+
 struct PyPool {
   std::shared_ptr<Pool> pool;
   ~PyPool() { pool->abandon(); }
 };
+
+// Handles travel as numbers.
+inline Stream stream_of(std::uintptr_t handle) { return reinterpret_cast<Stream>(handle); }
 
 // Waits that Ctrl-C ends. Throws Error(kValue) for a negative timeout.
 Wait wait_for(std::optional<double> timeout);
