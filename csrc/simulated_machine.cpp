@@ -2,7 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "simulated_machine.h"
 
+#include <pthread.h>
+
 #include <algorithm>
+#include <new>
 
 namespace pinstage::sim {
 namespace {
@@ -259,7 +262,18 @@ const char* entry_name(Entry entry) noexcept {
 }
 
 Machine& Machine::get() noexcept {
-  static Machine* const machine = new Machine;
+  static Machine* const machine = [] {
+    static Machine* made = new Machine;
+    // A fork takes the lock along, so that the child has a machine that no missing thread is amid a change of. Of the
+    // threads that wait or run a step, the child has the one that forked: from within a kernel perhaps.
+    pthread_atfork([] { made->mutex.lock(); }, [] { made->mutex.unlock(); },
+                   [] {
+                     new (&made->changed) std::condition_variable;
+                     made->running = this_thread().kernels;
+                     made->mutex.unlock();
+                   });
+    return made;
+  }();
   return *machine;
 }
 

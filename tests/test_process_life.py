@@ -223,6 +223,39 @@ assert os.waitstatus_to_exitcode(status) == 0
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_children_forked_while_threads_copy_get_the_error_too_and_may_open_their_own():
+    """The locks that those threads held at the fork are free in the child."""
+    program = """
+import threading
+ended = threading.Event()
+def copier():
+    mine = dev.zeros(64, torch.int32)
+    while not ended.is_set():
+        pinstage.copy_(mine, source[:64], pool=pool)
+threads = [threading.Thread(target=copier) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for _ in range(20):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)  # a hang ends the child
+        try:
+            pinstage.copy_(dst, source, pool=pool)
+        except pinstage.ForkedError:
+            with SimulatedDevice() as own:
+                made = pinstage.to_device([1, 2, 3], own)
+                own.synchronize()
+                os._exit(0 if made.tolist() == [1, 2, 3] else 1)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+ended.set()
+for thread in threads:
+    thread.join()
+"""
+    done = run(SETTING + program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def stage_in_worker(numbers):
     """Run in another process."""
     with SimulatedDevice() as dev:
