@@ -10,6 +10,7 @@ raced nothing. What makes a run vacuous raises `Vacuous`, which satisfies neithe
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -263,3 +264,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(no_device)
+
+
+@pytest.fixture
+def until():
+    """Spins until another thread got somewhere; a failing test ends all the same."""
+
+    def spin(condition):
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline
+
+    return spin

@@ -8,7 +8,6 @@ import contextlib
 import random
 import signal
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -21,13 +20,6 @@ from pinstage.testing import SimulatedDevice, latch
 
 KB, MB = 1 << 10, 1 << 20
 SCHEDULES = ["late", "eager", "random"]
-
-
-def until(condition):
-    """Spins until another thread got somewhere; a failing test ends all the same."""
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
 
 
 def numbers(*shape, dtype=torch.int32):
@@ -130,7 +122,7 @@ def test_source_may_be_written_as_soon_as_the_call_returns(rig, name):
 
 @pytest.mark.raced
 @pytest.mark.parametrize("name", ["dense", "pitched", "cast", "rows", "strided_rows"])
-def test_snapshot_waits_for_its_own_oldest_piece(rig, name):
+def test_snapshot_waits_for_its_own_oldest_piece(rig, name, until):
     """A held stream takes four pieces; the others are written into slots that the device has read."""
     src, shape, view, copy = COPIES[name]
     src = src.clone()
@@ -306,7 +298,7 @@ def sources():
 
 
 @pytest.mark.parametrize("name", ["dense", "cast"])
-def test_interrupt_leaves_the_pool_whole_and_what_was_enqueued_fenced(dev, name):
+def test_interrupt_leaves_the_pool_whole_and_what_was_enqueued_fenced(dev, name, until):
     pool, dst = pinstage.StagingPool(dev, max_bytes=16 * KB), dev.zeros(10 * KB, torch.int32)
     main = threading.main_thread().ident
 
@@ -420,7 +412,7 @@ def is_closed(pool):
     return False
 
 
-def test_closed_pool_in_the_middle_is_an_error(dev):
+def test_closed_pool_in_the_middle_is_an_error(dev, until):
     """Another thread closes the pool while the pipeline waits."""
     pool, dst = pinstage.StagingPool(dev, max_bytes=16 * KB), dev.zeros(10 * KB, torch.int32)
     errors = []

@@ -8,7 +8,6 @@ import gc
 import random
 import signal
 import threading
-import time
 
 import pytest
 import torch
@@ -25,13 +24,6 @@ def total(stats):
         stats.open_bytes + stats.in_flight_bytes + stats.held_bytes + stats.parked_bytes + stats.captured_bytes
         + stats.quarantined_bytes + stats.free_bytes
     )  # fmt: skip
-
-
-def until(condition):
-    """Spins until another thread got somewhere; a failing test ends all the same."""
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
 
 
 def fill_up(pool, dst, max_bytes=64 * KB):
@@ -183,7 +175,7 @@ def test_lease_gives_up_after_its_timeout(rig, timeout):
 
 
 @pytest.mark.raced
-def test_full_pool_waits_until_the_device_has_read_a_slot(rig):
+def test_full_pool_waits_until_the_device_has_read_a_slot(rig, until):
     dsts = [rig.filled(16 * KB, torch.uint8, 0) for _ in range(8)]
     source = torch.empty(16 * KB, dtype=torch.uint8)
     pool = rig.pool(max_bytes=64 * KB)
@@ -231,7 +223,7 @@ def test_wait_that_could_not_end_raises_at_once(dev, hold):
     pool.lease(1, torch.uint8).cancel()
 
 
-def test_wait_for_another_threads_lease_ends_when_it_hands_back(dev):
+def test_wait_for_another_threads_lease_ends_when_it_hands_back(dev, until):
     """I6: another thread's OPEN bytes may yet come back."""
     pool = pinstage.StagingPool(dev, max_bytes=4 * KB)
     taken = threading.Event()
@@ -250,7 +242,7 @@ def test_wait_for_another_threads_lease_ends_when_it_hands_back(dev):
     assert pool.stats().waits == 1
 
 
-def test_wait_is_interrupted_by_a_signal(dev):
+def test_wait_is_interrupted_by_a_signal(dev, until):
     pool = pinstage.StagingPool(dev, max_bytes=4 * KB)
     main = threading.get_ident()
 

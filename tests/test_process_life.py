@@ -357,16 +357,21 @@ class Full:
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_ctrl_c_ends_every_wait_and_leaves_the_pool_whole(dev, name):
+def test_ctrl_c_ends_every_wait_and_leaves_the_pool_whole(dev, name, until):
     full = Full(dev)
     with latch(dev.default_stream, timeout=60) as gate:
         full.fill()
-        before = full.pool.stats()
-        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
+        before, polls, main = full.pool.stats(), dev.calls["cuEventQuery"], threading.get_ident()
+
+        def interrupt():
+            until(lambda: dev.calls["cuEventQuery"] > polls + 50)  # more than any call makes but one that waits
+            signal.pthread_kill(main, signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
         with pytest.raises(KeyboardInterrupt):
             WAITS[name](full)
-        timer.join()
+        thread.join()
         after = full.pool.stats()
         assert full.pool._consistent()
         assert (after.in_flight_bytes, after.open_bytes) == (before.in_flight_bytes, before.open_bytes)
