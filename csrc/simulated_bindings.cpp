@@ -8,6 +8,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include "bindings.h"
 #include "gil.h"
 #include "simulated_driver.h"
 #include "simulated_machine.h"
@@ -16,8 +17,6 @@ namespace nb = nanobind;
 
 namespace pinstage {
 namespace {
-
-Stream stream_of(std::uintptr_t handle) { return reinterpret_cast<Stream>(handle); }
 
 // A Python object that may be used and dropped on any thread, with or without the GIL. Steps are run and destroyed
 // under no lock, so that taking the GIL here cannot deadlock. At interpreter exit it is leaked.

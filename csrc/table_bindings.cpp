@@ -99,7 +99,7 @@ std::optional<Ticket> send(PyTable& self, const PyTaken& taken, std::uintptr_t s
   std::optional<Ticket> ticket;
   {
     const ReleasedGil no_gil;
-    ticket = self.core->send(taken.rows, *pool.pool, self.data, reinterpret_cast<Stream>(stream), wait_for({}));
+    ticket = self.core->send(taken.rows, *pool.pool, self.data, stream_of(stream), wait_for({}));
   }
   bump_version(self.mirror.ptr());
   if (!warn(*pool.pool)) PyErr_WriteUnraisable(self.mirror.ptr());
@@ -113,7 +113,7 @@ void send_packed(PyTable& self, const PyTaken& taken, std::int64_t begin, std::i
   {
     const ReleasedGil no_gil;
     self.core->send_packed(taken.rows, begin, count, *pool.pool, reinterpret_cast<DevicePtr>(packed.data),
-                           reinterpret_cast<Stream>(stream), wait_for({}));
+                           stream_of(stream), wait_for({}));
   }
   if (!warn(*pool.pool)) PyErr_WriteUnraisable(dst.ptr());
 }
@@ -133,9 +133,8 @@ std::optional<Ticket> send_rows(PyTable& self, nb::handle dst, nb::handle index,
   std::optional<Ticket> ticket;
   {
     const ReleasedGil no_gil;
-    ticket =
-        self.core->send_rows(rows, {plane, planes, width}, *pool.pool, plan, reinterpret_cast<DevicePtr>(part.data),
-                             reinterpret_cast<Stream>(stream), wait_for({}));
+    ticket = self.core->send_rows(rows, {plane, planes, width}, *pool.pool, plan,
+                                  reinterpret_cast<DevicePtr>(part.data), stream_of(stream), wait_for({}));
   }
   if (!warn(*pool.pool)) PyErr_WriteUnraisable(dst.ptr());
   return ticket;
