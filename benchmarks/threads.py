@@ -31,7 +31,7 @@ SIZES = (256, 4 << 10, 64 << 10, 256 << 10, 1 << 20)
 THREADS = (1, 2, 4, 8)
 # Calls of a burst: enough that the threads' start, which takes them 0.1 ms, is a small part of it; few enough for a
 # launch queue, and for memory that the device reads at the end of the burst alone. A block of small copies is several.
-MOST_CALLS, BURST_BYTES, BURSTS = 256, 32 << 20, 4
+MOST_CALLS, LEAST_CALLS, BURST_BYTES, BURSTS = 256, 16, 32 << 20, 4
 WARMUP = 1  # rounds
 OURS, ALONE, BARE, FRESH = "copy_", "copy_, alone", "bare", "fresh pinned"
 LARGE, TIMES_ONE = 256 << 10, 4  # the goal: from this size on, this many times the rate of one thread by itself
@@ -113,6 +113,8 @@ class Simulation:
 Machine = Gpu | Simulation
 # Of each thread, of each of its bursts: when that began, and when each call ended, in ns.
 Block = list[list[list[int]]]
+# By way and number of threads: the block of each round.
+Blocks = dict[tuple[str, int], list[Block]]
 
 
 class Bench:
@@ -120,7 +122,7 @@ class Bench:
 
     def __init__(self, machine: Machine, pool: pinstage.StagingPool, workers: ThreadPoolExecutor, nbytes: int, n: int):
         self.machine, self.workers = machine, workers
-        self.calls = min(MOST_CALLS, BURST_BYTES // nbytes)
+        self.calls = max(min(MOST_CALLS, BURST_BYTES // nbytes), LEAST_CALLS)
         self.bursts = BURSTS if nbytes < LARGE else 1
         self.settle = SETTLED if nbytes >= 32 << 10 else 0.0  # FRESH leaves torch's OpenMP threads spinning
         self.lanes = [machine.lane(torch.randint(0, 255, (nbytes,), dtype=torch.uint8)) for _ in range(n)]
@@ -165,10 +167,10 @@ class Bench:
             if not all(torch.equal(lane.dst.cpu(), lane.src) for lane in self.lanes[:threads]):
                 raise RuntimeError(f"{way} brought wrong bytes")
 
-    def run(self, counts: list[int], rounds: int) -> dict[tuple[str, int], list[Block]]:
-        """The blocks of each way and number of threads. These take turns, in another order each round."""
+    def run(self, counts: list[int], rounds: int) -> Blocks:
+        """Ways and numbers of threads take turns, in another order each round."""
         cells = [(way, threads) for threads in counts for way in self.ways]
-        blocks: dict[tuple[str, int], list[Block]] = {cell: [] for cell in cells}
+        blocks: Blocks = {cell: [] for cell in cells}
         shuffled = random.Random(0)
         for i in range(-WARMUP, rounds):
             for cell in shuffled.sample(cells, len(cells)):
@@ -191,9 +193,7 @@ def quantiles(blocks: list[Block]) -> dict[str, float]:
     return {name: round(float(ordered[int(q * (len(ordered) - 1))]), 2) for name, q in (("p50", 0.5), ("p99", 0.99))}
 
 
-def figures_of(
-    nbytes: int, bench: Bench, blocks: dict[tuple[str, int], list[Block]], counts: list[int]
-) -> dict[str, Any]:
+def figures_of(nbytes: int, bench: Bench, blocks: Blocks, counts: list[int]) -> dict[str, Any]:
     rates = {
         way: {n: statistics.median(map(rate, blocks[way, n])) for n in counts} for way in bench.ways
     }  # median over the rounds

@@ -56,6 +56,13 @@ def test_wrong_bytes_of_any_thread_are_told(suite):
     machine.close()
 
 
+def test_the_largest_sizes_are_called_a_few_times_too(suite):
+    machine = suite.Simulation()
+    bench = suite.Bench(machine, suite.pinstage.StagingPool(machine.device), None, 2 * suite.BURST_BYTES, 1)
+    assert (bench.calls, bench.bursts) == (suite.LEAST_CALLS, 1)
+    machine.close()
+
+
 def test_rate_is_of_all_threads_from_the_first_start_to_the_last_end(suite):
     assert suite.rate([[[0, 10, 20], [30, 40, 50]], [[1000, 1250, 1500], [1700, 1800, 2000]]]) == 8 / 2000 * 1e9
 
