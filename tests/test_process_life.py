@@ -226,7 +226,6 @@ assert os.waitstatus_to_exitcode(status) == 0
 def test_children_forked_while_threads_copy_get_the_error_too_and_may_open_their_own():
     """The locks that those threads held at the fork are free in the child."""
     program = """
-import threading
 ended = threading.Event()
 def copier():
     mine = dev.zeros(64, torch.int32)
